@@ -25,7 +25,7 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the path of the output folder in `out`. If it is not given, names the folder after model
+    """Returns `settings` with the path of the output folder in `out`. If `out` is None, names the folder after model
     and data. `say` gets a sentence if folders of that name hold other runs."""
     if settings.out is not None:
         return settings

@@ -31,8 +31,8 @@ _PLACEHOLDER = "null /* the data of the runs */"
 
 
 def write_page(folders: Sequence[Path], path: Path, say: Callable[[str], None] = print) -> None:
-    """Writes the HTML page `path` about the runs whose output folders are `folders`. Leaves out folders without a run
-    that can be shown; `say` gets a sentence about each. Raises InputError if none is left."""
+    """Writes the HTML page `path` about the runs whose output folders are `folders`. Leaves out folders whose run
+    cannot be shown; `say` gets a sentence about each. Raises InputError if no run can be shown."""
     names, runs = short_names(map(str, folders)), []
     for folder in folders:
         try:
@@ -58,8 +58,8 @@ def make_page(runs: list[dict]) -> str:
 
 
 def run_data(folder: Path, name: str) -> dict:
-    """Returns everything that the page shows about the run in `folder`, {name in page.html: value}. Raises InputError
-    if the files in `folder` are not those of a run of this version."""
+    """Returns everything that the page shows about the run in `folder`, {name in page.html: value}. `name`: the run's
+    label on the page. Raises InputError if the files in `folder` are not those of a run of this version."""
     try:
         plan, settings = read_run_json(folder / "plan.json"), read_run_json(folder / "settings.json")
         rows, report = read_metrics(folder / "metrics.jsonl"), read_run_json(folder / "report.json")

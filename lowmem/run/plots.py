@@ -1,6 +1,7 @@
-"""Draws pictures of a training run: its loss, and its memory next to the prediction. Imports matplotlib when drawing.
+"""Draws pictures of a training run: its loss, and its memory next to the prediction. Imports matplotlib only when it
+draws.
 
-Without pyplot, no window system is needed, and neither MPLBACKEND nor a matplotlibrc changes a picture.
+pyplot is not used. So no window system is needed, and neither MPLBACKEND nor a matplotlibrc changes a picture.
 """
 
 import math
@@ -87,9 +88,9 @@ def draw_memory(
     plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = (),
     ram_phases: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Draws GPU memory over a step (if there is a `timeline`), peaks of memory, and RAM by phase, as a PNG. `plan`:
-    content of plan.json. `measured`: {name: peak in bytes}, None before training. `timeline`: (seconds, allocated
-    bytes, reserved bytes). `ram_phases`: {phase: measured bytes}."""
+    """Draws a PNG with three parts: GPU memory over a step (if there is a `timeline`), peaks of memory, and RAM in each
+    phase of a run. `plan`: content of plan.json. `measured`: {name: peak in bytes}, None before training. `timeline`:
+    predicted (second of a step, allocated bytes, reserved bytes). `ram_phases`: {phase: measured bytes}."""
     kinds, limits = memory_kinds(plan, measured), plan["limits"]
     heights = (*([2.6] if timeline else []), 1.8 + 1.3 * len(kinds), 2.0)
     figure, *panels = _figure(9, sum(heights), rows=heights)

@@ -1,7 +1,7 @@
 """Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
-`ask` makes the planner's input, `plan_here` the plan, `build` the model, and `prepare` all of these with folder and
-data.
+`ask` makes the planner's input, `plan_here` the plan, and `build` the model. `prepare` calls these, and also locks the
+run folder and loads the data.
 """
 
 from collections.abc import Callable, Iterator
@@ -110,9 +110,9 @@ def ask(settings: Settings) -> Question:
 def plan_here(
     question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say, saved: tuple[Path, dict] | None
 ) -> Plan:
-    """Returns the plan for this machine and its free RAM; rank 0 makes it for all ranks. `aside` executes a function in
-    another process. `say` gets a sentence on a GPU or fused kernels that cannot be used. `saved`: the checkpoint to
-    resume and its state.json, or None."""
+    """Returns the plan for this machine and its free RAM. Rank 0 (the first process) makes it for all ranks, with
+    `aside`, which calls a function in another process. `say` gets a sentence on a GPU or fused kernels that cannot be
+    used. `saved`: the checkpoint to resume and the content of its state.json, or None."""
     fused_kernels = Kernels.NONE
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -140,8 +140,8 @@ def plan_here(
 
 
 def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -> Kernels:
-    """Returns the fused kernels for `precision` that run on the GPUs of all ranks. `say` gets a sentence on each
-    that does not."""
+    """Returns the fused kernels for `precision` that run on the GPUs of all ranks. `say` gets the reason why others do
+    not."""
 
     def without(kernels: Kernels, reason: str) -> None:
         which = "" if kernels == wanted else f" of {' and '.join(kernels.names)}"
@@ -166,8 +166,8 @@ def in_words(plan: Plan, table: bool) -> str:
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks) -> TrainingStep:
-    """Returns a TrainingStep with the layout of `plan`. The decoder's parameters become views of its flat weights,
-    which have no values yet."""
+    """Returns a TrainingStep with the layout of `plan`. Allocates its flat weights, without values, and makes the
+    decoder's parameters views of these."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     dtype = WORKING_DTYPES[plan.precision]
@@ -184,9 +184,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, budget: Budget, ranks: Ranks,
     say: Say, weights: bool,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Returns the model, which has no values until `write_weights`, and an iterator over its initial weights, or None
-    if not `weights`. Caps the process's GPU memory by `budget`. Raises InputError, before anything is allocated, if the
-    weights' files do not fit the model."""
+    """Builds the model, without values in its weights. Returns it, and an iterator over initial weights for
+    `write_weights` (None if `weights` is False). Caps the GPU memory of the process by `budget`. Raises InputError,
+    before anything is allocated, if the weights' files do not fit the model."""
     settings, config = question.settings, question.config
     ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
     devices.make_deterministic(budget.device)
@@ -205,8 +205,8 @@ def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decod
 
 
 def write_weights(model: LoadedModel, weights: Weights) -> None:
-    """Writes `weights` into the model. Raises InputError if ranks have read different ones, or if the model cannot be
-    trained in pieces."""
+    """Writes `weights` into the model. Raises InputError if ranks (processes) have read different weights. Also raises
+    it if embedding, blocks and head, run in turn, do not compute what the whole model does."""
     store = model.step.store
     store.write(weights)
     if store.ranks.count > 1:
@@ -306,8 +306,9 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Loads the newest undamaged checkpoint into the session's model. Without one, writes the initial `weights`; None
-    if not read yet. `resuming`: True if the plan has not been printed, because a checkpoint was found."""
+    """Loads the newest undamaged checkpoint into the session, with the run's counters and log. If none is loaded,
+    writes the initial `weights` into the model; None: reads them first. `resuming`: True if a checkpoint was found at
+    the start, so that plan and data have not been printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

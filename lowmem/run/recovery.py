@@ -1,6 +1,6 @@
-"""Continues training if memory runs out. The failed work is repeated, first with an empty cache, then with smaller
-layouts (docs/training.md). If page-locked memory is refused, states are copied from pageable memory, slower and without
-overlap."""
+"""Continues training if GPU memory runs out. Repeats the failed work, first with the allocator's cache emptied, then
+with layouts that take less memory (docs/training.md). If the system refuses page-locked memory, optimizer states are
+copied from pageable memory, slower and without overlap."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,15 +35,16 @@ class OutOfRoom(CapExceeded):
 
 class Recovery:
     """Makes room when a TrainingStep runs out of GPU memory. `number`: the current optimizer step, from 1. `measures`:
-    all changes so far, for checkpoints and the report."""
+    all changes made so far, for checkpoints and the report."""
 
     def __init__(
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """Registers this object as the out-of-memory handler of `step`, unless several ranks train. `smaller_layouts`:
-        layouts that take less memory, in the order to try. `ram_refuses(moving, moved)`: returns why `moving`
-        bytes of optimizer states cannot move to RAM, or None. `moved`: all bytes moved since the plan, with these."""
+        """Registers this object as the out-of-memory handler of `step`, unless several ranks (processes) train.
+        `smaller_layouts`: layouts that take less memory, in the order to try. `ram_refuses(moving, moved)`: returns why
+        `moving` bytes of optimizer states cannot move to RAM, or None. `moved`: all bytes of states moved since the
+        plan was made, including `moving`."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -58,8 +59,9 @@ class Recovery:
             step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Frees GPU memory after an OutOfMemoryError with the message `reason`. `where`: the work that failed, STEP,
-        HALFWAY, UPDATES or EVALUATION (core/step.py). Raises OutOfRoom if nothing is left to change."""
+        """Frees GPU memory after an OutOfMemoryError with the message `reason`: empties the allocator's cache, or
+        changes the layout. `where`: the work that failed: STEP, HALFWAY (a step that has begun to update weights),
+        UPDATES or EVALUATION. Raises OutOfRoom if nothing is left to change."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -91,8 +93,8 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Continues a run that changed its layout when memory ran out. `measures`: these changes, as saved in the
-        checkpoint. Restores the last layout. If the plan has changed since, restores only a smaller micro-batch."""
+        """Restores the layout to which the resumed run had changed when memory ran out. `measures`: its changes, as
+        saved in the checkpoint. If the plan is not the same as then, restores only a smaller micro-batch."""
         self.measures += measures
         if not measures:
             return
@@ -117,7 +119,7 @@ class Recovery:
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
         """Yields (name of a change, layout that takes less memory), in the order to try. `where`: the work that failed,
-        as in `__call__`."""
+        such as STEP or EVALUATION."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -139,8 +141,8 @@ class Recovery:
 
     def _fewest_states(self, layout: Layout) -> int:
         """Returns how many units (mostly blocks) keep their optimizer states on the GPU if training changes to
-        `layout`: at most as many as now. They are more than `layout.states_on_gpu` if RAM lacks room for
-        the other states."""
+        `layout`. The number is `layout.states_on_gpu`, or larger if RAM lacks room for the other states. It is never
+        above the present one."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -171,9 +173,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. Groups keep their
-    number of sequences if they have several micro-batches or must have the whole batch. Else they have one
-    micro-batch."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is
+    micro-batches that pass a segment of blocks together. If it has several, or must be the whole batch, it keeps its
+    number of sequences. Else it becomes one micro-batch."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -184,8 +186,8 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery of `step`, with the smaller layouts of `plan`. Optimizer states move to RAM as far as
-    --ram-limit and the free RAM allow."""
+    """Returns a Recovery for `step`, which uses the smaller layouts in `plan`. It moves optimizer states to RAM only if
+    --ram-limit and the free RAM have room for them."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -214,7 +216,8 @@ def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """Returns `plan` with the longer step time if copies use pageable memory: computing waits for every copy."""
+    """Returns `plan` with the longer step time of copies from and to pageable memory: computing waits for each of
+    them."""
     layout, held = plan.layout, plan.ram["train"]
     groups = math.ceil(plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group))
     copied = 2 * (held.get("streamed_states", 0) + held.get("streamed_gradients", 0))

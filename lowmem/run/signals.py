@@ -46,9 +46,9 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
-    the process; the second one does until `now` is called, because nothing needs saving before. Works only in the main
-    thread. `ends_process`: True if the process ends after the block; later signals then do not change the exit code.
-    `name`: the first signal's name, or None."""
+    the process. Until `now` is called, there is nothing to save, so the second signal already ends it. Works only in
+    the main thread. `ends_process`: True if the process ends after the block; later signals then do not change the exit
+    code. `name`: the first signal's name, or None."""
 
     def __init__(self, ends_process: bool = False):
         self.requests = 0
@@ -64,7 +64,7 @@ class StopRequest:
         return (self.requests if self._agreed is None else self._agreed) > 0
 
     def agree(self, ranks: "Ranks") -> None:
-        """Makes `requested` True on all ranks if any rank has had a signal. All ranks must call this."""
+        """Makes `requested` True on all ranks (processes) if any of them has had a signal. All ranks must call this."""
         if ranks.count > 1:
             self._agreed = ranks.most(self.requests)
 

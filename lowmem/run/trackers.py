@@ -32,9 +32,8 @@ _POINTS_TOGETHER = 500  # per line in such a chart, because wandb gets the whole
 
 
 class Trackers:
-    """Passes values to TensorBoard and wandb, and drops a tracker that fails. Raises InputError if TensorBoard is asked
-    for and not installed, and for an unknown WANDB_MODE. A tracker's `leave` must have its own time limit; other
-    methods may raise anything."""
+    """Passes values to TensorBoard and wandb. Drops a tracker that fails or takes too long. Raises InputError if
+    TensorBoard is asked for and not installed, and for an unknown WANDB_MODE."""
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], None]):
         self._say = say
@@ -70,15 +69,15 @@ class Trackers:
                 _in_time(partial(act, tracker), _LIMIT_SECONDS)
             except Exception as error:  # a logging service must never end a training run
                 self._active.remove(tracker)
-                tracker.leave()
+                tracker.leave()  # without a time limit here, so it has its own
                 without = "the run goes on without it, its rows are in metrics.jsonl"
                 self._say(f"{tracker.name} {failure} ({first_line(error)}); {without}")
 
 
 def wandb_mode(settings: Settings) -> str:
-    """Returns the mode of wandb: the value of --wandb or of WANDB_MODE, else "online" if --report-to names wandb, else
-    "disabled". Ignores WANDB_MODE if --report-to leaves wandb out, or if WANDB_DISABLED is set and --report-to does not
-    name wandb. Raises InputError for an unknown WANDB_MODE."""
+    """Returns the mode of wandb: the value of --wandb, else that of WANDB_MODE. If neither is given, returns "online"
+    if --report-to names wandb, else "disabled". WANDB_MODE is ignored if --report-to names only others. It is also
+    ignored if --report-to is not given and WANDB_DISABLED is set. Raises InputError for an unknown WANDB_MODE."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -92,8 +91,8 @@ def wandb_mode(settings: Settings) -> str:
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
-    """Returns the values of a metrics.jsonl `row` for TensorBoard and wandb, {name: value}. `tokens`: trained so
-    far."""
+    """Returns the values of a metrics.jsonl `row` for TensorBoard and wandb, {name: value}. `tokens`: number of tokens
+    trained so far."""
     values = {f"train/{name}": row[name] for name in ("epoch", "loss", "grad_norm", "learning_rate")}
     values["train/num_input_tokens_seen"] = tokens
     values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
@@ -143,7 +142,8 @@ def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
 
 
 def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Calls `hook`, the former threading.excepthook, unless the thread is TensorBoard's."""
+    """Handles an uncaught error of a thread: calls `hook`, the former threading.excepthook, unless the thread is
+    TensorBoard's."""
     # TensorBoard's writer raises the thread's error again in its next call.
     if not type(problem.thread).__module__.startswith("tensorboard"):
         hook(problem)
@@ -199,7 +199,7 @@ class _TensorBoard:
         self._writer.close()
 
     def leave(self) -> None:
-        """Does nothing, because TensorBoard's thread is a daemon."""
+        """Does nothing: Python does not wait for TensorBoard's thread on exit, because it is a daemon."""
 
 
 class _Wandb:
@@ -275,7 +275,8 @@ class _Wandb:
         self._run.finish()
 
     def leave(self) -> None:
-        """Ends wandb's service process within a time limit. On exit, Python would wait for it without one."""
+        """Ends wandb's service process within a time limit. Otherwise, Python would wait for it on exit, without a
+        limit."""
         teardown = getattr(sys.modules.get("wandb"), "teardown", None)
         with suppress(Exception):  # its failure has been reported already
             try:

@@ -141,8 +141,8 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the last loss is not finite, unless --keep-best exports an earlier checkpoint. Says why
-    training ended early."""
+    """Raises LowmemError if the last step's loss is not finite, unless --keep-best exports an earlier checkpoint. If
+    --patience ended training early, logs why."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
