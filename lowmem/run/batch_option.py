@@ -13,9 +13,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
     """Replaces other trainers' batch options in `chosen`, {option: value}, by `batch` and `micro_batch`, and returns
-    the result. PER_DEVICE and AT_ONCE are sequences that run at once. ACCUMULATION is how many times they run per
-    optimizer step. `spelled`: {option: its name as typed}. `say` gets a sentence if the batch was computed. Raises
-    InputError if these options do not determine the batch, or contradict each other."""
+    the result. PER_DEVICE and AT_ONCE are the number of sequences that run at once. ACCUMULATION is the number of such
+    runs per optimizer step. `spelled`: {option: its name as typed}. `say` gets a sentence if the batch was computed.
+    Raises InputError if these options do not determine the batch, or contradict each other."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
     per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))

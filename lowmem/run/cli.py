@@ -110,8 +110,8 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
-    """Returns {field of Settings: value} for the options in `argv` and in its --config file, and a namespace with all
-    other options."""
+    """Returns {field of Settings: value} for the options in `argv` and in its --config file. Also returns a namespace
+    with options that are no settings, such as --json. Raises InputError for unknown options and bad values."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")

@@ -24,9 +24,9 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the run's output folder in `out`, and the path of the model to train in `model`. That
-    path may be another one, such as the exported model of a run folder. `say` gets a sentence about each change. Raises
-    InputError if training with these settings cannot work."""
+    """Returns `settings` with `out` set to the run's output folder, and `model` set to the path of the model to train.
+    For a run folder, that is its exported model. `say` gets a sentence about each change. Raises InputError if training
+    with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -56,9 +56,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the path of the model to train in `model`, such as the exported model of a run folder.
-    `say` gets a sentence if it is another path than before. Raises InputError if this machine, the GPU named by `gpu`
-    or the model cannot be used."""
+    """Returns `settings` with `model` set to the path of the model to train. For a run folder, that is its exported
+    model. `say` gets a sentence about the change. Raises InputError if this machine, the GPU named by `gpu` or the
+    model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:

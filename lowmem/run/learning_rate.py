@@ -25,7 +25,8 @@ class Course:
     decay_from: int
 
     def rate(self, update: int) -> float:
-        """Returns the learning rate of update number `update`, counted from 0. The first and the last are not 0."""
+        """Returns the learning rate of update number `update`, counted from 0. Neither the first nor the final rate is
+        0."""
         if update < self.warmup_updates:
             return self.peak * (update + 1) / self.warmup_updates
         progress = min(max(update - self.decay_from, 0) / max(self.updates - self.decay_from, 1), 1.0)
@@ -36,7 +37,7 @@ class Course:
 
 def course_of(identity: dict, saved: dict | None = None) -> Course:
     """Returns the learning-rate schedule of a run. `identity`: {name: value} of its settings (identity.py). `saved`:
-    content of the state.json from which the run is resumed, None for a new start."""
+    content of state.json in the checkpoint to resume from, None for a new start."""
     warmup = warmup_updates(identity["warmup_steps"], identity["steps"])
     decay_from = warmup
     if saved is not None:
@@ -67,7 +68,8 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Tells the user how the learning rate goes on in an extended run. `saved`: state.json of its checkpoint."""
+    """Tells the user how the learning rate goes on in an extended run. `course`: its new schedule. `saved`: content of
+    the state.json of its checkpoint."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(

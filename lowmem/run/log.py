@@ -112,8 +112,8 @@ class RunLog:
             self._trackers.show("together", self.rows, self._planned)
 
     def sample(self, step: int, text: str, last: bool, prompt: str = "") -> None:
-        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. If `last`, also shows this
-        prompt's first sample again."""
+        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. `last`: True after
+        training, to show also the first sample of this prompt again."""
         row = {"step": step, "prompt": prompt, "text": text}
         others = [kept for kept in self.samples if kept["step"] != step or kept.get("prompt", "") != prompt]
         first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
@@ -216,8 +216,8 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Appends `lines` to the file. Returns a message if this fails, but only for the first failure after a success;
-        else None."""
+        """Appends `lines` to the file. Returns a message if writing fails for the first time, or for the first time
+        after a success; else None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:

@@ -42,8 +42,8 @@ def versions() -> dict[str, str]:
 
 
 def computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns one sentence on a typical batch: the share of its positions that are not computed, and the share of
-    padding in those that are. Returns [] if all rows are computed at full length."""
+    """Returns a list with one sentence on a typical batch: the share of its positions that are not computed, and the
+    share of padding in the others. Returns [] if all rows are computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

@@ -29,9 +29,9 @@ class Saver:
         return self._session.ranks.most(int(time.monotonic() - self._saved_at >= seconds)) > 0
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
-        """Saves a checkpoint after `done` steps, unless that step is saved already. If a signal has asked to stop, then
-        raises Stopped, but not if training has `ended`. If the checkpoint cannot be written, raises NotSaved if `must`
-        is True or Stopped would follow. Otherwise logs a warning."""
+        """Saves a checkpoint after `done` steps, unless that step is saved already. Then raises Stopped if a signal has
+        asked to stop and training has not `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is
+        True or Stopped would follow. Otherwise logs a warning."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
