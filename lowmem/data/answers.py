@@ -1,7 +1,7 @@
 """Finds the assistant's answers in a conversation rendered by a chat template, for the loss mask.
 
-If the template does not mark answers with {% generation %}, an answer is the difference between the conversation
-rendered up to it and through it. docs/data.md lists the exceptions.
+A template may mark answers with {% generation %}. If it does not, the conversation is rendered up to an answer, and
+again with the answer. The text that the second rendering adds is the answer. docs/data.md lists the exceptions.
 """
 
 import itertools
@@ -32,7 +32,8 @@ class Answers:
 
     @property
     def notes(self) -> list[str]:
-        """Returns remarks for the log on the conversations so far."""
+        """Returns remarks for the log. They count conversations in which only the last answer is trained on, and those
+        in which the template leaves out a part."""
         last = f"only the last answer of {self._last_only:,} of them, since the chat template rewrites earlier ones"
         left_out = [
             f"the chat template leaves out {name} in {count:,} of them; --chat-template FILE can give another"
@@ -84,7 +85,8 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns the span in `text` of the answer number `index`, with its end-of-turn token, or None."""
+        """Returns (begin, end) of an answer, with its end-of-turn token, in `text`, the rendered conversation. Returns
+        None if the answer is not found. `index`: the answer's index in `conversation.messages`."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -108,8 +110,8 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the index in `text` at which the answer ends. `after`: the conversation rendered through this
-        answer."""
+        """Returns the index in `text` at which the answer that begins at `start` ends, or None if it is not found.
+        `after`: the conversation rendered up to the end of this answer."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]

@@ -20,7 +20,7 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 class Rows:
     """Cuts the tokenized `documents` of a data set into rows of at most `seq` input tokens. An epoch reads each row
-    `weight` times; with weight 0.5, one half of the rows, and the next epoch the other."""
+    `weight` times. With weight 0.5 it reads one half of the rows, and the next epoch reads the other half."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -54,8 +54,8 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the row numbers that an epoch reads, in no particular order. `seed` and `part`, the data set's index,
-        seed the choice."""
+        """Returns the row numbers that an epoch reads, in no particular order. If it reads only some rows, `seed` and
+        `part`, the index of this data set, seed the choice."""
         found = []
         # Epochs take their rows one after another from endless repetitions of all rows. A repetition is shuffled if an
         # epoch takes only some of its rows.
@@ -71,12 +71,13 @@ class Rows:
 
 
 class Batches:
-    """Gives a deterministic sequence of batches of `batch_rows` rows from several data sets, `parts`.
+    """Makes a deterministic sequence of batches from the rows of several data sets, `parts`.
 
-    With a `seed`, the sequence never ends, and each epoch has a new order. With None (evaluation), rows keep their
-    order, and the last batch may be smaller. `end_of_text`: the token id after each document, and of padding.
-    `document_mask`: attention stops at the ends of packed documents. `fixed`: every batch is the first one. `pack`:
-    PADDED (to the longest row), SORTED (by length) or PACKED (several examples in a row).
+    If `seed` is a number, the sequence never ends, and each epoch has a new order. If it is None (evaluation), rows
+    keep their order, and the final batch may be smaller. `end_of_text`: the token id after each document, and of
+    padding. `document_mask`: attention stops at the ends of packed documents. `fixed`: every batch is the first one.
+    `pack`: how examples of different lengths share a batch. PADDED: padded to the longest row. SORTED: grouped by
+    length into micro-batches. PACKED: several in a row.
     """
 
     remarks: tuple[str, ...] = ()  # sentences for the log's description of the data
@@ -182,8 +183,9 @@ def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs examples into rows of `seq` tokens by first-fit decreasing: at most 11/9 of the fewest rows, plus one.
-    Returns each example's (row, first position), and the rows' lengths."""
+    """Packs examples of `sizes` tokens into rows of `seq` tokens, by first-fit decreasing. This takes at most 11/9 of
+    the smallest possible number of rows, plus one. Returns each example's (row, first position), and the rows'
+    lengths."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty

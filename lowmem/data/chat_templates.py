@@ -30,8 +30,8 @@ _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Replaces the tokenizer's chat template, which is exported with the model, by that in `file`. Raises InputError if
-    the file cannot be read or is not a Jinja template."""
+    """Sets the tokenizer's chat template, which is exported with the model, to the content of `file`. Raises InputError
+    if the file cannot be read or is not a Jinja template."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:
@@ -84,8 +84,8 @@ class ChatTemplate:
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError if `text`, the rendered `conversation`, cannot be UTF-8, or lacks answers, tool calls or
-        results of tools."""
+        """Raises InputError if `text`, the rendered `conversation`, cannot be encoded as UTF-8. Raises it, too, if the
+        template has left out answers, tool calls or results of tools."""
         encodable(text, conversation.where, "the conversation")
         if not self._writes_answers or not text.strip():
             raise InputError(

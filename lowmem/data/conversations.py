@@ -1,6 +1,7 @@
 """Reads conversations from a data set's rows, as messages for chat templates: {"role": ..., "content": ...}.
 
-Other keys, such as `tool_calls`, reach the template unchanged. docs/data.md lists the accepted forms.
+Tool calls are converted to one form. Other keys, such as `name`, reach the template unchanged. docs/data.md lists the
+accepted forms.
 """
 
 from dataclasses import dataclass
@@ -75,8 +76,9 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages of `record` from one or two columns. If there are two (prompt, completion), only the second is
-    trained on. The chat `template` must name unusual roles."""
+    """Reads the messages of `record` from one column, or from two (a prompt and its completion). Of two, only the
+    second is trained on. Raises InputError for a malformed message. An unknown role is malformed, unless `template`,
+    the chat template, names it."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -84,7 +86,8 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the text of the row's system column, or "". Raises InputError if several such columns differ."""
+    """Returns the row's system message from one of SYSTEM_COLUMNS, or "" without one. Raises InputError if several of
+    these columns have different texts."""
     filled = {name: string(record, name) for name in SYSTEM_COLUMNS if record.columns.get(name)}
     if len({*filled.values()}) > 1:
         raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
@@ -92,7 +95,7 @@ def system_text(record: Record) -> str:
 
 
 def string(record: Record, column: str) -> str:
-    """Returns the text in a row's `column`. Raises UntrainableRow for null, and InputError for other values."""
+    """Returns the text in a row's `column`. Raises UntrainableRow if it is null, InputError if it is no valid text."""
     value = record.columns[column]
     if value is None:
         raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
@@ -102,7 +105,8 @@ def string(record: Record, column: str) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses JSON `text` inside a row. Raises InputError "{place}: {this_is} not JSON"; `this_is` may be "tools is"."""
+    """Parses JSON `text` from a column of a row. If it is not JSON, raises InputError "{place}: {this_is} not JSON".
+    `this_is`: a subject and its verb, such as "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -110,7 +114,8 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text`. Raises InputError, with its place `where` and its column `name`, if UTF-8 cannot encode it."""
+    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it. The message names `where` (file and row)
+    and the column `name`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -196,7 +201,8 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object, as chat templates expect. OpenAI writes JSON text."""
+    """Returns a tool call with its arguments as a dict, which chat templates expect. OpenAI writes them as JSON
+    text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -210,7 +216,8 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns `value`, a list of objects, one object, or JSON text of either, as a list."""
+    """Returns `value` as a list of dicts. `value` is a list of dicts, one dict, or either as JSON text. Raises
+    InputError for other values; its message names `place` and `name`."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

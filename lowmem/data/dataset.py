@@ -48,8 +48,9 @@ def load_data(
     """Reads and tokenizes the data, and cuts them into batches for training and evaluation.
 
     The held-out texts are `settings.eval_data`, else each data set's held-out split, else a share of its documents.
-    `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, perhaps with tokens of an earlier
-    start; None: temporary files. `decoder_start`: the token id before each target of an encoder-decoder.
+    `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, which may have tokens of an
+    earlier start; None: tokens go into temporary files. `decoder_start`: id of the token that an encoder-decoder reads
+    before each target; None for a decoder.
     """
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
@@ -94,8 +95,8 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """Tokenizes the data sets into files in `folder`. Returns a Part for each of --data, then for each of
-        --eval-data."""
+        """Tokenizes the data sets into files in `folder`. Returns a Part (training and held-out documents) for each
+        data set of --data, then for each of --eval-data."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # Splitting off the held-out share writes all tokens again.
@@ -130,8 +131,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without training documents that another data set of --data holds out. Keeps documents that are
-    also in `named`, the data sets of --eval-data."""
+    """Yields `parts`, one for each data set of --data, without training documents that another of these data sets holds
+    out. Keeps documents that are also in `named`, the data sets of --eval-data, and counts them in a note."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]

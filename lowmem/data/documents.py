@@ -1,7 +1,8 @@
 """Tokenizes the documents of a data set, and holds some of them out for evaluation.
 
-A token takes 2 bytes of a file (4 with more than 65,536 ids), and one more for the loss mask of an example. A document
-takes 32 bytes of RAM. While held-out documents are written, the disk holds the data twice.
+A token takes 2 bytes on the disk, or 4 if the vocabulary has more than 65,536 ids. A token of an example (a
+conversation, or a prompt with its completion) takes one more byte, for the loss mask. A document takes 32 bytes of RAM.
+While held-out documents are written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -87,7 +88,7 @@ class Documents:
         )
 
     def where(self, chosen: slice) -> list[str]:
-        """Names the places of the documents `chosen`, one per file, such as ["a.jsonl:17-23", "b.txt"]."""
+        """Names the places of the documents `chosen`, in one text per file, such as ["a.jsonl:17-23", "b.txt"]."""
         found = []
         for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
             numbers = [number for _, number in places if number]
@@ -96,8 +97,8 @@ class Documents:
 
 
 def row_inputs(settings: Settings) -> int:
-    """Returns the number of input tokens of a row; one more token is the last label. An encoder-decoder's row has `seq`
-    tokens in all."""
+    """Returns the number of input tokens of a row. A row has one more token, the last label: `seq` + 1 tokens for a
+    decoder, and `seq` for an encoder-decoder."""
     return settings.seq if settings.target_tokens is None else settings.seq - 1
 
 
@@ -105,9 +106,9 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes `records`, rows of the data set `source`, into files in `folder`. Stops when the tokens fill
-    `rows_limit` rows; None for no limit. `vocabulary_size`: number of ids that the model embeds. Raises InputError for
-    a row that cannot be read, or if there is nothing to train on."""
+    """Tokenizes the `records` of the data set `source` into files in `folder`. Stops when the tokens suffice for
+    `rows_limit` rows of training batches; None: reads all records. `vocabulary_size`: number of ids that the model
+    embeds. Raises InputError for a record that cannot be read, or if there is nothing to train on."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
     if first is None:
@@ -136,9 +137,11 @@ def read_documents(
 def hold_out(
     name: str, documents: Documents, fraction: float, seq: int, folder: ArrayFolder
 ) -> tuple[Documents, Documents, str]:
-    """Splits `documents` of the data set `name` into (training, held out, description). Holds out about `fraction` of
-    the tokens of packed text, or of the examples; equal documents stay together. Holds out nothing if there is too
-    little, or if all examples are equal. Raises InputError if `fraction` leaves too little to train on."""
+    """Splits `documents` of the data set `name` into (training, held out, sentence for the log). Holds out about
+    `fraction` of the tokens of packed text, or of the number of examples. Equal documents stay together. If the
+    documents of packed text are too long for that, holds out its last tokens. Holds out nothing if there is too little,
+    or if too few examples differ. Raises InputError if `fraction` leaves too little to train on. `seq`: input tokens of
+    a row."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -262,8 +265,9 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes a record's token ids, and those that begin or end a document. Cuts an example to the length limit.
-        `trained`: the loss mask."""
+        """Appends a record's token ids, `ids`, to the token file, with the special tokens that begin and end its
+        document. Cuts an example to the length limit, and drops it if no trained token remains. `segments`: the
+        record's text. `trained`: the loss mask, bool [tokens]."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
