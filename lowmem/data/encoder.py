@@ -15,8 +15,8 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes texts as token ids. Adds no special tokens; one that is written in a text, such as <|endoftext|>, becomes
-    its id."""
+    """Encodes texts as token ids, without adding special tokens. A special token that is written in a text, such as
+    <|endoftext|>, becomes its id."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -96,7 +96,8 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer inside `tokenizer`; None if there is none, or if it gives other ids."""
+    """Returns the Rust tokenizer inside `tokenizer`. Returns None if there is none, or if it encodes a test text
+    otherwise than `tokenizer`."""
     # Calling the Rust tokenizer directly takes half the time.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
@@ -105,7 +106,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """Returns the white space that begins a new word for a Unigram tokenizer; None for other tokenizers."""
+    """Returns the white-space characters at which a Unigram tokenizer begins a new word; None for other tokenizers."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

@@ -103,7 +103,7 @@ class _Prompts(Format):
 
 
 class _Alpaca(Format):
-    """Writes `instruction`, `input` and `output`, or Dolly's columns, in Alpaca's wording."""
+    """Writes Alpaca's columns (`instruction`, `input`, `output`) or Dolly's in the wording of Alpaca's prompts."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -129,7 +129,8 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Renders messages with the chat template. Sets a default one, which is exported, if there is none."""
+    """Renders messages with the tokenizer's chat template. If it has none, sets a default one, which is exported with
+    it."""
 
     chat = True
     more = (*SYSTEM_COLUMNS, "tools", "functions")
@@ -163,8 +164,8 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Lists the formats in the order of trial: (columns that a row needs, class, True if an option names one of
-    these columns)."""
+    """Returns the data formats in the order in which they are tried. Each is (columns that a row needs, class, True if
+    the user has named one of these columns in an option)."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),
@@ -177,9 +178,10 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record that decides the data format, and an iterator over all records. The first record with
-    a value in a column that some format uses decides, or the first without any such column. If the first _MOST_BLANK
-    records have such columns but no values, the last of these decides. Without any records, returns None for it."""
+    """Returns (record that decides the data format, iterator over all records). The first record that is not blank
+    decides. If the first _MOST_BLANK records are all blank, the last of them decides. A record is blank if it has
+    columns that some format uses, and all of these are null. If there are no records, returns None in place of the
+    first one."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -190,8 +192,9 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format of a data set with the first row `record`. If an option in `reading` names a column, only
-    formats with this column are tried. Raises InputError if no format fits, or several."""
+    """Returns the Format of a data set, found from the columns of its first row, `record`. Prefers formats with a
+    column that the user has named in an option (`reading`). Raises InputError if no format fits, or if several do.
+    `train_on`: "all" trains on prompts, too."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):

@@ -46,8 +46,8 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
     """Opens the hub's data set `path` with its configuration `config` (None: the default). Streams it if `streamed`, or
-    if it exceeds STREAM_ABOVE_BYTES and a part is enough. Raises InputError if it cannot be loaded, or if `streamed`
-    and all rows are needed."""
+    if it is larger than STREAM_ABOVE_BYTES and training needs only some of its rows. Raises InputError if it cannot be
+    loaded, or if `streamed` and training needs all rows."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and not reading.in_part:
@@ -145,7 +145,8 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """Joins WikiText's rows, single lines, to one record per article, with the text in the column `text_field`."""
+    """Joins WikiText's rows, which are single lines, into one record per article, with its text in the column
+    `text_field`."""
     lines: list[str] = []
     where = ""
     for row in rows:

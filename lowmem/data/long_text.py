@@ -1,7 +1,7 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory.
 
-Windows of the text overlap. Two windows are joined inside their overlap, in the middle of a sequence of tokens that
-both have. docs/data.md says why the result is exact.
+Cuts the text into windows that overlap, and tokenizes each. Joins the tokens of two windows inside their overlap, in
+the middle of a sequence of tokens that both have. docs/data.md says why the result is exact.
 """
 
 import itertools
@@ -17,8 +17,9 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and perhaps the token's b
 
 
 class LongText:
-    """Tokenizes one text that arrives in pieces. `encode`: returns the Tokens of short texts. `word_starts`: the
-    characters with which a window may begin; None for any character."""
+    """Tokenizes one text that arrives in pieces, window by window (a window is a range of the text, tokenized at once).
+    `encode`: tokenizes a list of short texts. `word_starts`: characters with which a window may begin; None: any
+    character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -29,8 +30,8 @@ class LongText:
         self._given = 0  # number of the last window's tokens that were returned
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Adds a piece of the text. Returns the tokens that no later piece can change, each once. With the `last`
-        piece, returns all remaining tokens."""
+        """Adds a piece of the text. Returns the new tokens that no later piece can change. `last`: no piece follows, so
+        all remaining tokens are returned."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -48,8 +49,9 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. Stops if
-        two windows' tokens differ. Returns the tokens that are final."""
+        """Tokenizes the next windows, which end at characters `ends` of self._text. Joins each to the window before it,
+        and stops if their tokens differ in the overlap. Returns the tokens before the last joint, which no later text
+        can change."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -72,8 +74,8 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns up to `most` places in self._text at which the next window may begin, latest first. `cut`: the last
-        window's end."""
+        """Returns up to `most` indices in self._text at which the next window may begin, latest first. `cut`: index at
+        which the window before it ends."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -84,9 +86,9 @@ class LongText:
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Begins the next window earlier, until its tokens agree with those of the last window where both overlap.
-        `cut` and `end`: where the last and the next window end. Returns (begin, tokens of the next window,
-        indices of `_joint`), or (0, None, None) if no begin helps."""
+        """Begins the next window earlier, until its tokens agree in the overlap with those of the window before. `cut`,
+        `end`: indices in self._text at which the window before and the next window end. Returns (begin, tokens of the
+        next window, indices at which the two are joined), or (0, None, None) if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -101,9 +103,10 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Returns `window` and where to join it: the last window's tokens stop before the first index, and those of
-        `window` go on at the second. None instead of indices if the tokens differ. `overlap`: tokens of the text in
-        both windows. `shorter`: the same without its last character."""
+        """Finds the place at which to join `window`, tokens of the next window, to self._window, tokens of the window
+        before. Returns `window` and a pair (end, start): tokens of self._window are used before `end`, those of
+        `window` from `start` on. The pair is None if the tokens in the overlap differ too much. `overlap`: tokens of
+        the text in both windows. `shorter`: tokens of that text without its last character."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         # `shorter` must agree, too: digits counted from a number's right end may agree by accident.
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
@@ -113,8 +116,9 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's tokens before index `stop`, without those returned earlier. Counts their begins and
-        ends, if known, from the start of the whole text. `begun`: index in self._text at which the window begins."""
+        """Returns the tokens in self._window before index `stop` that were not returned earlier. If their places are
+        known, makes them count from the start of the whole text. `begun`: index in self._text at which the window
+        begins."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

@@ -12,8 +12,9 @@ from lowmem.data.batches import Batches, Rows
 
 
 class PairBatches(Batches):
-    """Gives batches of sources (S tokens) and targets (T = `target_tokens`). `parts`: Rows with S + T - 1 inputs. The
-    decoder reads the id `decoder_start`, then the target without its last token. Other arguments: as in Batches."""
+    """Makes batches of sources (at most S tokens) and targets (at most T = `target_tokens`) for an encoder-decoder.
+    `parts`: Rows of at most S + T - 1 input tokens. The decoder reads the id `decoder_start`, then the target without
+    its last token. The other arguments are those of Batches."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)

@@ -1,7 +1,7 @@
 """Stores the tokens of a training run's data in the run's folder, so that a resumed run need not tokenize again.
 
-A key, the hash of everything that decides the tokens, says if they still fit. A streamed data set has no files to hash:
-a resumed run trains on the stored part.
+A key, the hash of everything that decides the tokens, says if they still fit. A streamed data set has no files to hash,
+so a resumed run trains on the tokens that are stored.
 """
 
 import hashlib
@@ -30,8 +30,9 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the training and held-out documents of one data set, as Documents or as Rows. `train` is None for
-    --eval-data, `evaluation` for --data if --eval-data is given. `held_out` describes the held-out documents."""
+    """Holds the training and held-out documents of one data set, as Documents or as Rows. `train` is None for a data
+    set of --eval-data. `evaluation` is None for one of --data if --eval-data is given. `held_out` describes the
+    held-out documents in words."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -39,8 +40,8 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """Finds or makes the tokenized documents of a training run, in the run folder `folder` or in temporary files
-    (None). `key`: from content_key."""
+    """Finds or makes the tokenized documents of a training run, in the run folder `folder`; None: in temporary files.
+    `key`: the hash of everything that decides the tokens (content_key)."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
@@ -107,8 +108,8 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Stores the arrays of `documents` in files, and adds the files' names to `used`. Returns a dict for
-        data.json."""
+        """Stores the arrays of `documents` in files, and adds the files' names to `used`. Returns a dict for data.json,
+        which says in which part of which file each array is; None for None."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -132,8 +133,8 @@ def content_key(
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
     """Returns a hash of everything that decides the tokens: files, settings, tokenizer, and the code of lowmem/data.
-    `rows_limit`: rows that training needs of streamed data sets. `sources`, `evaluated`: those of --data and
-    --eval-data. Raises InputError for an unreadable file."""
+    `rows_limit`: number of rows that training needs of a streamed data set. `sources`: the data sets of --data.
+    `evaluated`: the data sets of --eval-data. Raises InputError for an unreadable file."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

@@ -11,7 +11,7 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how a data set is read: the names of its columns and its split, and whether in part."""
+    """Says how a data set is read: the names of its columns, its split, and if some of its rows are enough."""
 
     text: str = "text"
     prompt: str = "prompt"
@@ -22,7 +22,8 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Returns how `settings` say that --data is read, or --eval-data if `held_out`."""
+        """Makes the Reading of the data sets of --data from `settings`. If `held_out`, makes that of --eval-data, for
+        which --split and --max-samples do not count."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
         return cls(*names, split, settings.steps is not None or most_rows is not None)

@@ -15,8 +15,8 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: Tr
 
 
 class Seams:
-    """Tokenizes examples, and returns the loss mask of each. `pairs`: tokenizes source and target separately, as for an
-    encoder-decoder."""
+    """Tokenizes examples. A call returns the token ids and the loss mask of each. `pairs`: the source and the target of
+    an example are tokenized separately, for an encoder-decoder."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -24,7 +24,7 @@ class Seams:
 
     @property
     def notes(self) -> list[str]:
-        """Returns remarks for the log on the examples so far."""
+        """Returns remarks for the log: in how many examples one token crosses from a prompt into an answer."""
         note = (
             f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
             f"prompt by itself has other tokens; let answers begin with the space"
@@ -72,8 +72,8 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of tokens before character `seam` of `text`, and True if the next token crosses the
-        seam."""
+        """Returns the number of tokens before character `seam` of `text`, and True if the next token crosses the seam.
+        `ids`: the tokens of `text`."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)

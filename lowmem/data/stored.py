@@ -52,8 +52,8 @@ class StoredArray:
 
 
 class ArrayFolder:
-    """Writes arrays into a folder, each into a new file. Raises PlanError before the disk is full; the message
-    estimates the room for all arrays."""
+    """Writes arrays into a folder, each into a new file. Raises PlanError before the disk is full. The message
+    estimates the disk space that all arrays need."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -63,12 +63,13 @@ class ArrayFolder:
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """Counts `size_bytes` of text as read, before its tokens are written."""
+        """Counts `size_bytes` of text as read, for an estimate of disk space. Is called before the text's tokens are
+        written."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Counts `size_bytes` as written, before writing. Raises PlanError if the disk has no room."""
+        """Counts `size_bytes` as written, just before they are. Raises PlanError if the disk has no room for them."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()

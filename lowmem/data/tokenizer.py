@@ -39,9 +39,9 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model`, a folder or a hub name, or a byte-level one if there is none and `init` is
-    "random". `vocabulary_size`: number of ids that the model embeds. Raises InputError without a tokenizer, or without
-    an end-of-text token among these ids."""
+    """Returns the tokenizer of `model`, a folder or a hub name. If it has none and `init` is "random", returns a
+    byte-level one. `vocabulary_size`: number of ids that the model embeds. Raises InputError if there is no tokenizer,
+    or if it has no end-of-text token among these ids."""
     folder, names = Path(model), hub.names_of(model)
     try:
         for name in names:
