@@ -76,9 +76,9 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages of `record` from one column, or from two (a prompt and its completion). Of two, only the
-    second is trained on. Raises InputError for a malformed message. An unknown role is malformed, unless `template`,
-    the chat template, names it."""
+    """Reads the messages of `record` from one column, or from two (a prompt and its completion). If there are two, only
+    the second is trained on. Raises InputError for a malformed message, or for an unknown role that the chat template
+    `template` does not name."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]

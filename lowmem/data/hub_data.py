@@ -28,8 +28,9 @@ def split_of(name: str) -> str | None:
 
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
-    """Returns (split to train on, split to hold out or None, remark for the log). Trains on `wanted`, else "train",
-    else the first name with that word, else the first split. Raises InputError if `wanted` is not in `names`."""
+    """Returns (split to train on, split to hold out or None, remark for the log). Trains on `wanted`, else on "train",
+    else on the first name with the word train or training, else on the first name. Holds out a validation split, else a
+    test split. Raises InputError if `wanted` is not in `names`."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")

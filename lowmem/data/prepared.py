@@ -108,8 +108,8 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Stores the arrays of `documents` in files, and adds the files' names to `used`. Returns a dict for data.json,
-        which says in which part of which file each array is; None for None."""
+        """Stores the arrays of `documents` in files, and adds the files' names to `used`. Returns the fields of
+        `documents` for data.json, with a file and a range in place of each array; None for None."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}

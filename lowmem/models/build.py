@@ -95,8 +95,8 @@ def model_folder(model: str, part: str) -> Path:
 
 def load_config(model: str, init: str) -> PretrainedConfig:
     """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. GPT-2 and the models of
-    known_configs.json have built-in configs, for `init` "random", or if the hub's is not available. Raises InputError
-    if there is no valid config."""
+    known_configs.json have built-in configs. These are used if `init` is "random", or if the hub's config is not
+    available. Raises InputError if there is no valid config."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -208,17 +208,18 @@ def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
 def make_decoder(
     config: PretrainedConfig, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE
 ) -> Decoder:
-    """Makes the Decoder of `config`, without weights. `precision`: dtype of the weights that compute, such as "bf16".
-    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: those that layers may use. Raises
-    InputError if the model cannot be trained."""
+    """Makes a Decoder (a model split into embedding, blocks and head) from `config`, without weights. `precision`:
+    dtype of the weights in forward and backward, such as "bf16". `residual`: dtype of the residual stream, "fp32" or
+    "16bit". `fused_kernels`: kernels that layers may use. Raises InputError if the model cannot be trained."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
 
 
 def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Splits `model` into a Decoder: embedding, blocks and head. Replaces some layers to fit the other arguments, which
-    are those of `make_decoder`."""
+    """Splits `model` into a Decoder: embedding, blocks and head. If `precision` is "bf16" or "fp16", replaces layers of
+    `model` to compute matrix products in this dtype. `residual`: dtype of the residual stream, "fp32" or "16bit".
+    `fused_kernels`: kernels that the replaced layers may use."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)

@@ -35,8 +35,9 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
-    """Raises InputError if embedding, blocks and head, run in turn, cannot run or give other logits than the whole
-    model. Checks document masks if `document_mask`. Uses token ids below `vocabulary_size`."""
+    """Compares the decoder's logits, from embedding, blocks and head in turn, with those of the whole model. Raises
+    InputError if they differ, if the model cannot run, or if it is not causal. `document_mask`: checks, too, that
+    attention can stop at the ends of documents. The compared token ids are below `vocabulary_size`."""
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -56,9 +57,10 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """Compares the logits of embedding, blocks and head, run in turn, with those of the whole model. Returns a sentence
-    if these differ, if blocks get trained tensors from outside, if the model is not causal or, with `document_mask`,
-    ignores document masks; else None. Raises RuntimeError if logits are not finite."""
+    """Compares the logits of embedding, blocks and head, run in turn, with those of the whole model, on two rows of
+    token ids below `vocabulary_size`. Returns a sentence on the first fault, or None. Faults: the logits differ, blocks
+    get trained tensors from outside, tokens attend to later ones, or (if `document_mask`) document masks are ignored.
+    Raises RuntimeError if logits are not finite."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -93,8 +95,10 @@ def _close(whole: Tensor, pieces: Tensor) -> bool:
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """Compares a small random copy of the model, split, with the whole copy. Returns None after a comparison, or the
-    reason why none was possible. Raises InputError if logits differ, or if the copy does not run in `precision`."""
+    """Makes a small copy of the model with random weights. Compares its logits from embedding, blocks and head in turn
+    with those of the whole copy. Returns None after a comparison, or the reason why none was possible. Raises
+    InputError if logits differ, or if the copy does not run in `precision`. `residual`: dtype of the residual
+    stream."""
     try:
         # A comparison takes about 0.1 s and at most 0.25 GiB. Of transformers' 189 default configs of causal language
         # models, 91 agree and 16 differ (version 5.23); most others cannot be split at any size.
@@ -171,8 +175,8 @@ def _with_random_weights(config: PretrainedConfig) -> nn.Module:
 
 @contextmanager
 def architecture_blamed(model: str, precision: str) -> Iterator[None]:
-    """Turns errors in the architecture's code (transformers, code called from there, autograd) inside `with` into
-    InputError. Other errors pass unchanged."""
+    """Turns errors of the model's code in the `with` block into InputError: those of transformers, of code called from
+    there, and of autograd. Errors of lowmem's code pass unchanged."""
     try:
         yield
     except LowmemError:

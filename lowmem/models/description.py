@@ -1,7 +1,7 @@
 """Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
-transformers 4 and 5 must read the same settings, so some have the names of both. A generation config is written as
-published, because transformers refuses to save many published ones.
+transformers 4 and 5 must read the same settings, so some are written under both versions' names. A generation config is
+written as published, because transformers refuses to save many published ones.
 """
 
 import codecs
@@ -36,8 +36,8 @@ _TOKENIZER_FILES = (
 
 
 class Rehearsal(NamedTuple):
-    """Holds parts of an export that are made before training: a generation config (None: made from the model's config)
-    and a `folder` with the tokenizer's files."""
+    """Holds parts of an export that are made before training: a generation config, and a `folder` with the tokenizer's
+    files. If the generation config is None, the export makes one from the model's config."""
 
     generation_config: GenerationConfig | None
     folder: Path
@@ -49,7 +49,7 @@ def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
     """Tries an export before training: writes all files except weights into `folder`, and yields a Rehearsal. Removes
-    the folder after the `with` block. Raises InputError for a file that cannot be made. `dtype`: that of the exported
+    the folder after the `with` block. Raises InputError for a file that cannot be made. `dtype`: dtype of the exported
     weights."""
     remove(folder)
     folder.mkdir(parents=True)
@@ -83,9 +83,9 @@ def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
-    """Writes all files of an exported model except weights into `folder`. Returns {file that could not be written:
-    error}. `generation_config`: None to make one from the model's config. `dtype`: that of the exported weights.
-    `tokenizer_files`: a Rehearsal's folder; None to make new tokenizer files."""
+    """Writes all files of an exported model except weights into `folder`. Returns {file: error} for files that could
+    not be written. `generation_config`: None to make one from the model's config. `dtype`: dtype of the exported
+    weights. `tokenizer_files`: a Rehearsal's folder with tokenizer files to copy; None to make new ones."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -139,7 +139,7 @@ def _write_generation(
 
 def config_fields(config: PretrainedConfig) -> dict:
     """Returns the content of config.json for `config`, with RoPE settings under the names of transformers 4 and 5.
-    Leaves out version 4's names if version 5 would then read other settings."""
+    Leaves out version 4's names if version 5 would read other settings because of them."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -160,7 +160,8 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds transformers 4's names to the `fields` of a config, and to configs inside these, in place."""
+    """Adds the names that transformers 4 reads to the `fields` of a config.json and of configs inside it, in place.
+    Returns `fields`."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -205,8 +206,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the published tokenizer's files, edited so that transformers 4 and 5 read the same, with the training's
-    chat template. If the folder `made` of a Rehearsal exists, copies its files instead."""
+    """Writes the tokenizer's published files, edited so that transformers 4 and 5 read the same, and with the chat
+    template of the training. `made`: a Rehearsal's folder; if it exists, its tokenizer files are copied instead."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():

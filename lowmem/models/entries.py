@@ -47,8 +47,9 @@ class Entry:
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {name: entry} of the tensors in a file, in the order of their bytes, and the keys of dictionaries around
-    them, such as ["model"]. Raises InputError if the file cannot be read."""
+    """Returns {name: entry} of the tensors in a file, in the order of their bytes. Also returns the keys that lead to
+    these tensors in nested dictionaries, such as ["model"]; [] if there are none. Raises InputError if the file cannot
+    be read."""
     entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
     return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
@@ -95,8 +96,8 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def _stored_members(path: Path) -> dict[int, int]:
-    """Returns {offset: size}, in bytes, of the content of each uncompressed member of a zip file; {} for other
-    files."""
+    """Returns {offset: size}, in bytes, for the content of each uncompressed member of a zip file; {} if `path` is no
+    zip file."""
     if not zipfile.is_zipfile(path):  # a file from before torch 1.6
         return {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -110,8 +111,8 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
-    """Returns where the values of `tensor`, loaded without data, are in a .bin file. `members`: {offset: bytes} of
-    the storages in the file."""
+    """Returns the Entry of `tensor`, which was loaded from a .bin file without data. `members`: {offset: size}, in
+    bytes, of the file's storages. Raises InputError if the values cannot be read by offset."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:

@@ -90,7 +90,8 @@ Turn = tuple[PreTrainedModel, nn.Module]  # (the innermost model around a module
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name a separate parameter on `meta`. Returns the Owner of each parameter, without tied names."""
+    """Unties the weights of `model`: each tied name gets a separate parameter on `meta`. Returns {name: Owner (module,
+    attribute)} of the parameters, without the tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -104,7 +105,8 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields the Turn (initialization) of `module` and of each submodule, children first."""
+    """Yields a Turn for `module` and for each of its submodules, children first. A Turn is one call of `_init_weights`:
+    (model that initializes, module). `model`: the innermost model around `module`."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
@@ -119,9 +121,9 @@ def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
 def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Initializes one module in each of `turns`, and yields each parameter after the last turn that writes it. A
-    parameter has storage only from its first such turn on. `written`: {parameter: range of indices in `turns`, from the
-    first to the last that writes it}."""
+    """Initializes the modules in the order of `turns`. Yields (name, tensor) of each parameter after the last turn that
+    writes it. Before the first turn that writes it, a parameter has no storage. `written`: {parameter: range of indices
+    in `turns`, from the first to the last that writes it}."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

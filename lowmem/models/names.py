@@ -51,8 +51,9 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {parameter name: entry}, in the order of `entries` ({name in the files: entry}), and remarks for the log.
-    Raises InputError if names, shapes or dtypes do not fit. `source`: the checkpoint's name in messages."""
+    """Returns {parameter name: Entry (place of a tensor in a file)}, in the order of the files, and remarks for the
+    log. `entries`: {name in the files: Entry}. Raises InputError if names, shapes or dtypes do not fit. `source`: the
+    checkpoint's name in messages."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     if fit.problems():
         raise _refusal(model, entries, source, fit)
@@ -65,8 +66,9 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns ways to match names in the files with the model's parameter names. All remove the prefixes of wrappers;
-    those after the first also remove a prefix that many names share."""
+    """Returns ways to match names in the files with the model's parameter names. The first way only removes prefixes of
+    wrappers (torch.compile, FSDP). Each further one also removes a prefix that many names share. If the first way has
+    no problems, it is the only one."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]
@@ -130,8 +132,8 @@ def _refusal(model: PreTrainedModel, entries: dict[str, Entry], source: str, fit
 
 
 def _advice(model: PreTrainedModel, fit: _Fit, sizes: dict[str, tuple[list, list]]) -> str:
-    """Returns advice on weights that do not fit. `sizes`: {name: (shape in the file, shape in the model)} if these
-    differ."""
+    """Returns the end of an error message: advice on weights that do not fit. `sizes`: {name in the files: (shape in
+    the file, shape in the model)} for each parameter of another shape."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, fit.bare)):

@@ -150,7 +150,7 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def _adapted(folder: Path) -> str:
-    """Returns " of NAME" with the base model of the adapter in `folder`, or "" if unknown."""
+    """Returns " of NAME" if the adapter in `folder` names its base model, NAME; else ""."""
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, InputError, KeyError, TypeError):

@@ -15,8 +15,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder`: those with usual names, else shards, else the only possible file.
-    Raises InputError if there is none, if shards are missing, or if several files are possible."""
+    """Returns the files of weights in `folder`: those with usual names, else numbered shards, else the only possible
+    file. Raises InputError if there is none, if shards are missing, or if several files are possible."""
     files = usual_weight_files(folder) or _unusual_weight_files(folder)
     for path in files:
         refuse_pointer(path)
