@@ -77,7 +77,7 @@ class Batches:
     keep their order, and the final batch may be smaller. `end_of_text`: the token id after each document, and of
     padding. `document_mask`: attention stops at the ends of packed documents. `fixed`: every batch is the first one.
     `pack`: how examples of different lengths share a batch. PADDED: padded to the longest row. SORTED: grouped by
-    length into micro-batches. PACKED: several in a row.
+    length into micro-batches. PACKED: one row holds several examples.
     """
 
     remarks: tuple[str, ...] = ()  # sentences for the log's description of the data

@@ -140,8 +140,8 @@ def hold_out(
     """Splits `documents` of the data set `name` into (training, held out, sentence for the log). Holds out about
     `fraction` of the tokens of packed text, or of the number of examples. Equal documents stay together. If the
     documents of packed text are too long for that, holds out its last tokens. Holds out nothing if there is too little,
-    or if too few examples differ. Raises InputError if `fraction` leaves too little to train on. `seq`: input tokens of
-    a row."""
+    or if there are too few different examples. Raises InputError if `fraction` leaves too little to train on. `seq`:
+    input tokens of a row."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1

@@ -75,7 +75,7 @@ class LongText:
 
     def _begins(self, cut: int, most: int) -> list[int]:
         """Returns up to `most` indices in self._text at which the next window may begin, latest first. `cut`: index at
-        which the window before it ends."""
+        which the previous window ends."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -86,8 +86,8 @@ class LongText:
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Begins the next window earlier, until its tokens agree in the overlap with those of the window before. `cut`,
-        `end`: indices in self._text at which the window before and the next window end. Returns (begin, tokens of the
+        """Begins the next window earlier, until its tokens agree in the overlap with those of the previous window.
+        `cut`, `end`: indices in self._text at which the previous and the next window end. Returns (begin, tokens of the
         next window, indices at which the two are joined), or (0, None, None) if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
@@ -103,8 +103,8 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds the place at which to join `window`, tokens of the next window, to self._window, tokens of the window
-        before. Returns `window` and a pair (end, start): tokens of self._window are used before `end`, those of
+        """Finds the place at which to join `window`, tokens of the next window, to self._window, tokens of the previous
+        window. Returns `window` and a pair (end, start): tokens of self._window are used before `end`, those of
         `window` from `start` on. The pair is None if the tokens in the overlap differ too much. `overlap`: tokens of
         the text in both windows. `shorter`: tokens of that text without its last character."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])

@@ -69,7 +69,7 @@ class ArrayFolder:
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Counts `size_bytes` as written, just before they are. Raises PlanError if the disk has no room for them."""
+        """Counts `size_bytes` as written, before writing. Raises PlanError if the disk has no room for them."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()

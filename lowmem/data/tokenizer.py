@@ -83,7 +83,8 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Turns errors of the package tokenizers in the `with` block into InputError."""
+    """Turns errors that the package tokenizers raises in the `with` block into InputError. `model`: named in the
+    message."""
     try:
         yield
     except BaseException as error:
@@ -189,7 +190,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Returns a package that is not installed, although `folder` needs it or the error `said` names it."""
+    """Returns a missing package that `folder` needs or that the error text `said` names; None if there is none."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):

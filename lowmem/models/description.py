@@ -206,8 +206,9 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's published files, edited so that transformers 4 and 5 read the same, and with the chat
-    template of the training. `made`: a Rehearsal's folder; if it exists, its tokenizer files are copied instead."""
+    """Writes the tokenizer's published files, edited so that transformers 4 and 5 read the same tokenizer, and with the
+    chat template of the training. `made`: a Rehearsal's folder; if it exists, its tokenizer files are copied
+    instead."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():

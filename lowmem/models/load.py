@@ -23,10 +23,10 @@ from lowmem.models.weight_files import usual_weight_files, weight_files
 def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fp32 CPU tensor) for all parameters of `model`, in the order of the files; a contiguous tensor of
-    more than CHUNK_ELEMENTS elements comes as flat chunks. `source`: a folder or a hub name. Calls `say` with a
-    sentence on each change of names or values. Raises InputError at once if names or shapes do not fit, and
-    during iteration if a value is not finite."""
+    """Yields (name, fp32 CPU tensor) for all parameters of `model`, in the order of the files. A contiguous tensor of
+    more than CHUNK_ELEMENTS elements comes as several flat chunks. `source`: a folder or a hub name. Calls `say` with a
+    sentence on each change of names or values. Raises InputError at once if names or shapes do not fit, and during
+    iteration if a value is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
     files = weight_files(folder)
