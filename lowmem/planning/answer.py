@@ -1,4 +1,5 @@
-"""Formats a plan in a few lines: whether training fits, what it takes, and what would be faster (docs/plan.md)."""
+"""Formats a plan in a few lines: whether training fits, how much memory and time it takes, and how it could be faster
+(docs/plan.md)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,8 +21,8 @@ _WORTH_RAISING = 1.1  # Suggests a higher cap if the card has more than this man
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
-    """Returns the plan as a list of sentences. If `done` steps were made before a resume, returns only one sentence,
-    about the steps left."""
+    """Returns the plan as a list of sentences. `done`: number of steps that a resumed run has made already. If there
+    are any, returns only one sentence, with the time of the remaining steps."""
     where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
     fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
@@ -31,7 +32,8 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
-    """Returns the content of plan.json for a training run that does not fit; its predicted figures are None."""
+    """Returns the content of plan.json for a training run that does not fit under its memory caps. It has the message
+    and the ways out of `error`, and None for every prediction."""
     unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
     return {
         "fits": False,

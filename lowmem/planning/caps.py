@@ -13,14 +13,14 @@ MARGINS_IN_A_CAP = 200  # A margin is at least this part of a cap: a 200th.
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
-    """Returns the bytes that a training step may allocate under a cap of GPU memory. `margins` safety margins stay
-    free, each of 64 MiB or 0.5% of the cap, whichever is more."""
+    """Returns how many bytes a training step may allocate on the GPU if the cap of GPU memory is `gpu_limit` bytes.
+    `margins` safety margins stay free, each of 64 MiB or 0.5% of the cap, whichever is more."""
     return gpu_limit - max(margins * MARGIN_BYTES, margins * gpu_limit // MARGINS_IN_A_CAP)
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """Returns the smallest cap of GPU memory under which a training step may allocate `room` bytes. `margins`: as for
-    `room_under`."""
+    """Returns the smallest cap of GPU memory, in bytes, under which a training step may allocate `room` bytes.
+    `margins` safety margins stay free, each of 64 MiB or 0.5% of the cap, whichever is more."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 
@@ -32,8 +32,9 @@ def margins(needs_all_gradients: bool) -> int:
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the message that the given caps are too small. It names `gpu_limit` as given, and `gpu_cap` and `ram` as
-    sufficient. All figures are bytes; `ram` is for all processes on the machine. None leaves out a cap."""
+    """Returns the error message for memory caps that are too small. `gpu_limit`: the GPU cap that was given; None: the
+    message names none. `gpu_cap`, `ram`: the smallest sufficient caps; None leaves out the GPU's. All are bytes; `ram`
+    is for all processes of this machine together."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
@@ -44,13 +45,14 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 
 def cap_options(gpu_cap: int | None, ram: int) -> list[str]:
-    """Returns the options that set caps of so many bytes, such as ["--gpu-limit 800MiB", "--ram-limit 900MiB"]."""
+    """Returns command-line options that set caps of `gpu_cap` and `ram` bytes, in whole MiB, such as ["--gpu-limit
+    800MiB", "--ram-limit 900MiB"]. None leaves out an option."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return [f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None]
 
 
 def described(question: Question) -> str:
-    """Returns the subject of messages, such as "gpt2 at 64 x 1024 tokens"."""
+    """Returns words for messages that name the model and the batch, such as "gpt2 at 64 x 1024 tokens"."""
     settings, processes = question.settings, question.mesh.count
     each = "" if processes == 1 else f" in each of {processes} processes"
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens{each}"

@@ -19,7 +19,8 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes a set of layouts of a training step: `base`, with each combination of the listed values."""
+    """Describes a set of layouts, which are ways to compute a training step: copies of `base` with each combination of
+    the listed values."""
 
     base: Layout
     micro_batches: Sequence[int]  # sequences in a micro-batch; in ascending order, like all values below
@@ -35,8 +36,8 @@ class Choices:
     disk: int = 0  # least number of units with states on a disk; 0: none; 1: as few as RAM demands, perhaps none
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the sizes of a group to try: how many micro-batches pass each block together. They are in ascending
-        order; [] if no size is possible. `batch` and `micro_batch` are in sequences."""
+        """Returns the group sizes to try, in ascending order; [] if none is possible. A group size is how many
+        micro-batches pass each block together. `batch` and `micro_batch` are in sequences."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -73,8 +74,9 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
     """Returns all Choices (sets of layouts) that the settings allow, in the order to try them. There is one list for
-    each way to place weights, block inputs and optimizer states. Its entries differ in the Fate of gradients (what
-    happens to them once summed). With several ranks, they also differ in how many blocks keep gathered weights."""
+    each combination of places (GPU, RAM or disk) for weights, block inputs and optimizer states. The Choices in a list
+    differ in the Fate of gradients (what happens to them after they are summed). With several ranks, they also differ
+    in how many blocks keep gathered weights."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -95,8 +97,8 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns `by_home` with only those Choices (sets of layouts) whose Fate is one of `fates`. A Fate is what happens
-    to gradients once they are summed. Leaves out lists that would be empty."""
+    """Returns a copy of `by_home` with only those Choices (sets of layouts) whose Fate is in `fates`. A Fate is what
+    happens to gradients after they are summed. Leaves out lists that would be empty."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 
@@ -116,7 +118,8 @@ def _with_home(
 
 
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns the layouts that the settings allow if weights, block inputs and gradients are on the GPU."""
+    """Returns the set of layouts that the settings allow if weights, saved block inputs and gradients are on the
+    GPU."""
     units, blocks = simulations.units, simulations.blocks
     kept = {"auto": range(2 * blocks + 1), "on": only(0), "products": only(blocks), "off": only(2 * blocks)}
     units_on_gpu = {"auto": range(units + 1), "resident": only(units)}

@@ -1,8 +1,9 @@
-"""Computes memory and time of many layouts of a training step from a few simulated steps.
+"""Predicts memory and time of many layouts of a training step from a few simulated steps.
 
 A column is a set of layouts that differ in only two numbers (docs/planning.md). `kept` is how much blocks save for
-backward (`Layout.kept`). `units_on_gpu` counts units (mostly blocks) with optimizer states on the GPU. If weights are
-in RAM, it counts units with weights on the GPU. Estimates only decide which layouts are simulated.
+backward (`Layout.kept`). `units_on_gpu` is how many units (mostly blocks) have their optimizer states on the GPU. In
+columns with weights in RAM, it is instead how many units have their weights on the GPU. Estimates decide only which
+layouts are simulated.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,8 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """Holds layouts that differ only in how much blocks save, and how many units (mostly blocks) are on the GPU."""
+    """Describes a set of layouts that differ in only two numbers: how much blocks save for backward, and how many units
+    (mostly blocks) are on the GPU with their optimizer states, or with their weights."""
 
     choices: Choices
     micro_batch: int  # sequences
@@ -40,7 +42,7 @@ class Column:
 
 
 class Columns:
-    """Computes memory and time of the layouts in each Column from a few simulated steps."""
+    """Predicts memory and time of the layouts in a Column (a set of similar layouts) from a few simulated steps."""
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
@@ -48,7 +50,7 @@ class Columns:
         self._estimates: dict[tuple[int, int], tuple[float, float]] = {}  # {(micro-batch, kept): _estimate}
 
     def smallest(self, choices: Choices) -> Column:
-        """Returns the column (a set of similar layouts) that needs the least RAM."""
+        """Returns the column of `choices` that needs the least RAM. A column is a set of similar layouts."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         # Inputs of segments that are saved in RAM are fewer if segments are long.
@@ -61,8 +63,8 @@ class Columns:
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns a `kept` (how much blocks save for backward). Above it, each block that saves more adds equally many
-        bytes to the peak of GPU memory."""
+        """Returns the value of `kept` (how much blocks save for backward) from which the peak of GPU memory grows
+        evenly. Above it, each block that saves more adds about the same bytes to the peak."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
@@ -71,13 +73,14 @@ class Columns:
         return min(max(self.simulations.blocks, column.least_kept), self.most_kept(column))
 
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the bytes of weights, states, gradients and saved inputs that a step stores in RAM, if the first
-        `units_on_gpu` units (mostly blocks) are on the GPU."""
+        """Returns how many bytes of weights, optimizer states, gradients and saved inputs a step stores in RAM.
+        `units_on_gpu`: how many units (mostly blocks) have their states, or weights, on the GPU."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout certainly exceeds `limit_bytes` of GPU memory (None: no limit), without
-        simulating it."""
+        """Returns False if a layout certainly takes more than `limit_bytes` of GPU memory (None: no limit), without
+        simulating it. It is the layout of `column` with `kept` (how much blocks save for backward) and
+        `units_on_gpu`."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -93,8 +96,9 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns how many units (mostly blocks) must have their optimizer states on a disk. RAM has `limit_bytes`
-        (None: no limit). Returns None if the column allows no number that is enough."""
+        """Returns how many units (mostly blocks) must have their optimizer states on a disk, so that a step stores at
+        most `limit_bytes` in RAM (None: no limit). Returns None if no number that the column allows is enough.
+        `units_on_gpu`: how many units have their states, or weights, on the GPU."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -136,8 +140,9 @@ class Columns:
         return sum(sizes[column.fewest_on_gpu : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns the seconds of copies that a step saves if the GPU stores `more` units (mostly blocks) instead of
-        `fewer`. Counts reads and writes of the disk, too, if states may be on it."""
+        """Returns the seconds of copies that a step saves if the GPU stores the states, or weights, of `more` units
+        (mostly blocks) instead of `fewer`. If states may be on a disk, includes the seconds of reading and writing
+        them."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -152,8 +157,9 @@ class Columns:
         return disk + base.passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest `kept` (how much blocks save for backward) that is expected to fit into `limit_bytes`,
-        else the smallest. Extrapolates from the bytes of the step with the value `known`."""
+        """Returns the largest `kept` (how much blocks save for backward) that is expected to fit into `limit_bytes` of
+        GPU memory, or the column's smallest if none is. Extrapolates from the peak of the layout whose `kept` is
+        `known`."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most
@@ -164,8 +170,8 @@ class Columns:
         return max((kept for kept, size in grown.items() if size <= room), default=least)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step without waits for copies, if blocks save at most `most` for
-        backward."""
+        """Returns the expected seconds of a step, without waits for copies, in the fastest layout whose `kept` (how
+        much blocks save for backward) is at most `most`."""
         least, blocks = column.least_kept, self.simulations.blocks
         # Keeping more is not always faster. So the fastest of these counts.
         turns = {least, most} | {0, blocks} & set(range(least, most))

@@ -1,7 +1,8 @@
 """Finds the fastest layout of a training step under caps of GPU memory and RAM, or the smallest sufficient caps.
 
 The search counts allocated bytes. A layout that it finds must also complete in a model of PyTorch's caching allocator.
-The smallest caps come from layouts that plans try, too, so each cap that a message names has a plan.
+The smallest caps belong to layouts that the search for a plan tries, too. So there is a plan for each cap that an error
+message names.
 """
 
 import math
@@ -38,8 +39,9 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns a `kept` (how much blocks save for backward), at most that of `found`. With it, layouts like `found` run
-    out of memory in the caching allocator's model, as `found` itself must."""
+    """Returns the smallest `kept` (how much blocks save for backward) that is found to be too large: with it, a layout
+    that is otherwise like `found` runs out of GPU memory in the caching allocator's model. Must be called only if
+    `found` itself runs out."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
@@ -62,7 +64,7 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, or None."""
+    """Returns the fastest layout of `by_home` whose allocated bytes fit into `search.room`, or None."""
     best: Found | None = None
     on_gpu = False
     for of_home in by_home:
@@ -94,7 +96,7 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
     """Returns the smallest limits of GPU memory and RAM under which a layout fits. Must be called only if nothing fits
-    into `room`. Keeps its GPU limit if more RAM is enough."""
+    into `room`. Keeps the GPU limit of `room` if a higher RAM limit is enough."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -112,8 +114,8 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
-    """Returns the layout with the least RAM of those that fit into `gpu` bytes of GPU memory (None: no limit), or
-    None."""
+    """Returns the layout that needs the least RAM, of those that fit into `gpu` bytes of GPU memory (None: no limit).
+    Returns None if none fits."""
     least_first = sorted(candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
     return next((small.layout for small in least_first if small.fits(simulations, gpu)), None)
 
@@ -144,7 +146,8 @@ class Candidate:
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
     """Returns layouts that may need the least memory. They have the smallest micro-batch, and the smallest group of
-    micro-batches that pass each block together. Their blocks save the least for backward."""
+    micro-batches that pass each block together. Their blocks save the least for backward. `room`: the memory limits
+    that decide how many units (mostly blocks) are on the GPU."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -172,9 +175,10 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts that a run can change to if GPU memory runs out, for each of `shares` in order. Each is the
-    fastest that allocates at most that share of the GPU bytes of `found`. Leaves out shares without a new one. All keep
-    the micro-batch and Layout.fixed_homes of `found`, and have no more units with states on the GPU."""
+    """Returns layouts to which a training run can change if GPU memory runs out. For each of `shares`, it is the
+    fastest that allocates at most this share of the GPU bytes of `found`. Leaves out duplicates, `found` itself, and
+    shares into which nothing fits. All have the micro-batch and `Layout.fixed_homes` (places of tensors) of `found`,
+    and no more units (mostly blocks) on the GPU."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

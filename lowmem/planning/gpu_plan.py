@@ -48,7 +48,8 @@ class _Case:
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int) -> Room:
-        """Returns the memory that the search may fill. `margins`: bytes to leave free under the cap of the GPU."""
+        """Returns the limits of GPU memory and RAM for the search. `ram_limit`: cap of the process's RAM in bytes;
+        None: no cap. `margins`: how many safety margins stay free under the cap of GPU memory."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins)
         if ram_limit is not None:
@@ -65,7 +66,7 @@ class _Case:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
-        """Returns the fastest layout of a step (None if none fits), and the memory limits it was searched under.
+        """Returns the fastest layout of a step (None if none fits), and the memory limits for which it was searched.
         `ram_limit`: cap of the process's RAM in bytes, or None."""
         room = self.room(ram_limit, self.margins)
         found = fastest_layout(by_home, self.simulations, room)
@@ -98,7 +99,8 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan for `found`, with layouts to which training changes if GPU memory runs out."""
+        """Returns the plan for `found`, with smaller layouts to which training changes if GPU memory runs out. They
+        keep the RAM limit of `room`. Plans without training, or for several ranks, have none."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         # Several ranks cannot change their layout.
         if plan.settings.plan_only or not alone:
@@ -110,8 +112,9 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Runs a step through the model of the caching allocator, under the cap that training sets. Returns the memory
-        figures, and a smaller cap in bytes if only that suffices, else None."""
+        """Simulates a step with `layout` in the caching allocator's model, under the cap that training sets. Returns
+        the memory figures and None. If only a smaller cap suffices, returns the figures under this one, and its
+        bytes."""
         # a little larger than the memory that the search fills
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
@@ -120,8 +123,9 @@ class _Case:
 
 
 def gpu_plan(question: Question) -> Plan:
-    """Returns the plan for training on a GPU. Raises PlanError if nothing fits under the memory caps. If the fastest
-    plan needs more RAM than is free, returns one that needs less, if possible. That one has the same micro-batch."""
+    """Returns the plan of the fastest layout that the search finds for a GPU. If it needs more RAM than is free,
+    returns a plan with the same micro-batch that needs less, if possible. Raises PlanError if nothing fits under the
+    memory caps."""
     settings, card = question.settings, question.card
     kernels = fused.expected(card.capability) if question.fused_kernels is None else question.fused_kernels
     target = gpu_target(card, kernels & used_in(question.precision), settings.disk_rate_bytes)
@@ -158,8 +162,9 @@ def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
 
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns (the user's RAM limit plus 1 GiB, in bytes; seconds of a step under it). Returns None if a step would be
-    less than 0.5% faster, or if states are on a disk. `reserved_bytes`: GPU memory that `found` reserves."""
+    """Returns (the user's RAM cap plus 1 GiB, in bytes; seconds of a step under this cap), which the plan shows.
+    Returns None without a RAM cap, if states are on a disk, or if a step would be less than 0.5% faster. `found`: the
+    plan's layout. `reserved_bytes`: GPU memory that it reserves."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     # no limit, all states in RAM already, or some on a disk
