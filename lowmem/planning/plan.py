@@ -26,8 +26,9 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the layout of a training step (where tensors are stored, and so on) and its predicted figures. With several
-    ranks, they are those of one rank. On the CPU, the card, peaks of GPU memory and seconds are None."""
+    """Holds the layout of a training step (how it is computed, and where tensors are stored) and its predicted figures.
+    With several ranks, the figures are those of one rank. On the CPU, the card, peaks of GPU memory and seconds are
+    None."""
 
     settings: Settings
     parameters: int  # of the model
@@ -71,7 +72,7 @@ class Plan:
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
-        """Returns {name: bytes} of the phase that takes the most RAM."""
+        """Returns {name: bytes} of RAM in the phase of the run that takes the most."""
         return largest(self.ram)
 
     @property
@@ -95,7 +96,8 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Returns {name: bytes} of all that training has on disks when it takes the most."""
+        """Returns {name: bytes} of everything that training stores on disks, when it takes the most: checkpoints, the
+        exported model, and optimizer states."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}

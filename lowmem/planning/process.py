@@ -1,7 +1,7 @@
 """Makes plans in a forked process, so that planning takes no memory from the process that trains.
 
-A simulated step leaves some hundred MiB of Python objects behind. The peak of RAM, which the cap is compared with,
-would include them for the rest of the run.
+A simulated step leaves some hundred MiB of Python objects behind. In the training process, the peak of RAM would
+include them for the rest of the run, and the RAM cap limits this peak.
 """
 
 import os

@@ -44,16 +44,17 @@ class Question:
 
     @property
     def ram_here_bytes(self) -> int | None:
-        """Returns the most bytes of RAM that the process can take here, or None if that is not given."""
+        """Returns the most bytes of RAM that the training process can take on this machine: those that it has and those
+        that are free. Returns None if one of the two is not given."""
         if self.ram_free_bytes is None or self.process is None:
             return None
         return self.process.now_bytes + self.ram_free_bytes
 
 
 def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
-    """Returns the precision (such as "bf16") and the GPU of a plan, None for the CPU. Raises InputError if the GPU is
-    unknown, not here, or lacks bf16 that is asked for. Raises it, too, for settings of CUDA's allocator that no plan
-    can be made for."""
+    """Returns the precision (such as "bf16") and the GPU that a plan is for; None for the CPU. Raises InputError for an
+    unknown GPU, for training on a GPU if PyTorch finds none here, and for bf16 on a GPU that lacks it. Also raises
+    InputError for settings of PyTorch's CUDA allocator that the planner cannot simulate."""
     if settings.plan_only:
         # for a GPU, even if this machine has none
         on_gpu = settings.device != "cpu"
@@ -78,8 +79,9 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the GPU that the settings name, or else the one in this machine. If there is neither, returns one of the
-    table with measured speed, into which the memory cap fits if possible."""
+    """Returns the GPU that the settings name, or else the one in this machine. If there is neither, returns the
+    smallest card with measured speed and bf16 that has enough memory for the GPU cap. If no such card has enough,
+    returns the largest card with measured speed."""
     here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
         named = card_named(settings.gpu)

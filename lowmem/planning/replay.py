@@ -1,8 +1,9 @@
 """Speeds up the simulation of a training step: executes each operation once per shape, and replays its allocations
 later.
 
-A replay appends the recorded allocations and frees to the tape (their list), and returns new tensors without data. A
-test compares this tape, entry by entry, with that of a step that executes every operation.
+A replay appends the recorded allocations and frees to the tape, the list of all allocations and frees of the step. It
+returns new tensors without data. A test compares this tape, entry by entry, with that of a step that executes every
+operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +45,10 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Stands in for `operations` (parts of a training step, such as a segment's forward) in a simulation. Executes each
-    one once per shape, and later replays its recording. `known`: dict that caches recordings; None executes all
-    operations. `functions`: returns a context in which PyTorch's functions act as on the DeviceModel's device."""
+    """Replaces `operations` (the parts of a training step, such as a segment's forward) in a simulation. Executes an
+    operation when its shapes are new, and otherwise replays its recorded allocations. `known`: a cache of recordings;
+    None executes every operation. `functions`: returns a context manager in which PyTorch's functions act as on the
+    simulated device."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -75,8 +77,8 @@ class ReplayedOperations:
         """Does nothing: Operations.begin looks for changes of the model, and a simulation makes none."""
 
     def group(self, run: Callable, *key):
-        """Returns `run()`, forward and backward of a group of micro-batches. If an earlier call had the
-        same `key`, repeats its allocations and times without calling `run`."""
+        """Calls `run`, which runs forward and backward of a group of micro-batches, and returns its result. If an
+        earlier call had the same `key`, replays its recorded allocations and times instead."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
@@ -147,8 +149,8 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Records forward and backward of `segment` (consecutive blocks) off the tape, so that the step can replay
-        both."""
+        """Records forward and backward of `segment` (consecutive blocks), so that the step can replay both. The step's
+        tape (list of allocations) stays unchanged. Does nothing if such a segment has been recorded."""
         key = ("rehearsed", *self._kind(segment, extras), hidden.shape)
         if self._known is None or key in self._known:
             return
@@ -182,10 +184,11 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | int | None = None,
     ):  # fmt: skip
-        """Returns the result of `call`, executed or replayed from an earlier execution with the same `key`. On the
-        tape, new storages are called `name`, and the result's storage `renamed`. `parts`: weights to whose gradients
-        `call` adds. `arguments`: input tensors that `call` may return. `forward`: the forward pass whose graph `call`
-        frees. If executed, it is a Region; if replayed, the number of its first storage."""
+        """Executes `call` and records its allocations. If an earlier call had the same `key`, replays its recording
+        instead. Returns the result of `call`; a replay makes it of new tensors without data. On the tape (list of
+        allocations), new storages are named `name`, and the result's storage `renamed`. `parts`: weights to whose
+        gradients `call` adds. `arguments`: input tensors whose storage the result may share. `forward`: the forward
+        pass whose graph `call` frees, as a Region if it was executed, else as the number of its first storage."""
         # A call that must make accumulators of gradients is recorded by itself.
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -226,7 +229,9 @@ class ReplayedOperations:
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the replay's
-        first storage on the tape. If autograd `held` the results until backward, earlier frees are not recorded."""
+        first storage on the tape. `arguments`: input tensors whose storage a result may share. `held`: whether
+        autograd's graph holds the results until backward; then their frees are recorded only by the replay of
+        backward."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
@@ -248,8 +253,8 @@ def _tensors_of(micro_batch: Batch) -> list[Tensor]:
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
-    """Stands in for bitsandbytes' 8-bit update. Moves as many bytes as the update and the scaling of its gradient, and
-    allocates nothing."""
+    """Replaces bitsandbytes' 8-bit update in a simulation. Reads and writes as many bytes as the update and the scaling
+    of its gradient do, and allocates nothing."""
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()

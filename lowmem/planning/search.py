@@ -35,8 +35,8 @@ class Found:
 
     @property
     def units_on_gpu(self) -> int:
-        """Returns the number of units (such as blocks) with weights on the GPU if the layout has weights in RAM.
-        Otherwise, counts units with optimizer states on the GPU."""
+        """Returns how many units (such as blocks) have their optimizer states on the GPU. For a layout with weights in
+        RAM, returns instead how many units have their weights on the GPU."""
         return self.layout.states_on_gpu if self.layout.weights_on_gpu is None else self.layout.weights_on_gpu
 
     @property
@@ -63,8 +63,8 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 @dataclass(frozen=True)
 class Search:
     """Searches for the fastest layout of a step whose allocated bytes fit into `room`. `failed`: pairs (found, kept) of
-    layouts that ran out of memory in the allocator's model. Skips layouts of the same column that save at least `kept`
-    for backward, with as many units on the GPU or more."""
+    layouts that ran out of memory in the caching allocator's model. Each pair excludes layouts of its column that save
+    `kept` or more for backward, and have at least as many units (mostly blocks) on the GPU."""
 
     columns: Columns
     room: Room
@@ -108,8 +108,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `column` (a set of similar layouts), None if nothing fits. If none is expected
-        to beat `best`, returns any that fits."""
+        """Returns the fastest layout of `column` (a set of similar layouts), or None if nothing fits. If no layout of
+        the column is expected to be faster than `best`, returns any one that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
             return None
@@ -130,7 +130,7 @@ class Search:
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
         """Returns the fastest layout with `fewest` to `most` units (mostly blocks) on the GPU. Stops early if no layout
-        left is expected to beat `best`."""
+        that was not tried is expected to be faster than `best`."""
         # With more units on the GPU, a step waits less for copies, and recomputes more. So its time first falls, until
         # no copy is waited for, and then rises (docs/planning.md).
         fastest = found = self._with_most_kept(column, fewest)
@@ -155,8 +155,8 @@ class Search:
         return fastest
 
     def fitting(self, column: Column) -> list[int]:
-        """Returns, in ascending order, how many units (mostly blocks) may be on the GPU. With each of these numbers,
-        some layout of `column` (a set of similar layouts) fits."""
+        """Returns the numbers of units (mostly blocks) on the GPU with which some layout of `column` fits, in ascending
+        order. A column is a set of similar layouts."""
         if column not in self._fitting:
             numbers = self._fitting_ram(column)
             self._fitting[column] = [units for units in numbers if self._fits(column, column.least_kept, units)]

@@ -33,7 +33,7 @@ class Mesh:
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
         """Returns {Among: bytes per second that a rank receives in a collective}. Among.SHARES are the ranks that shard
         one copy of the model, and Among.REPLICAS those with the same shard. `bus`: bytes per second from RAM to a GPU.
-        `link`: between GPUs of a machine, None if they send through RAM."""
+        `link`: bytes per second between GPUs of a machine; None if they send through RAM."""
         on_each = self.count // self.machines
         # Without NVLink, every byte goes through RAM: it is written there and read again, for all GPUs at once.
         inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
@@ -46,8 +46,8 @@ ALONE = Mesh()
 
 
 class SimulatedRanks(Shares):
-    """Simulates the collectives of the first rank of `mesh`. `rates`: bytes per second of its links (Mesh.rates), None
-    if sending takes no time."""
+    """Simulates the memory and time of collectives as the first rank of `mesh` makes them. `rates`: bytes per second
+    that this rank receives (Mesh.rates); None: sending takes no time."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
@@ -93,8 +93,8 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates a transfer of `size_bytes` in each direction among these ranks. Does not wait. Returns the
-        simulated second at which the transfer ends."""
+        """Simulates that this rank sends `size_bytes` to the other ranks of `among`, and receives as many. Does not
+        wait. Returns the simulated second at which the transfer ends."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         # Begins when the link is idle and the GPU has done its earlier work. Transfers inside one `beside` (a second
@@ -107,7 +107,8 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Simulates memory and time of an all-gather of `part`, the matrices of one unit (mostly a block)."""
+    """Simulates memory and time of an all-gather of `part`, the matrices of one unit (mostly a block). `parameters`:
+    {name: the model's parameter}, each of which becomes a view of a tensor without data."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)

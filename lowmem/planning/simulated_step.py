@@ -82,8 +82,8 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """Describes a GPU of the kind `card`. `fused_kernels`: lowmem's kernels that run there; None: those expected to
-    run. The disk is the one for optimizer states."""
+    """Returns the Target (simulated device) for a GPU of the kind `card`. `fused_kernels`: lowmem's kernels that run
+    there; None: those expected to run. `disk_bytes_per_second`: of the disk for optimizer states."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
@@ -93,7 +93,7 @@ def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_
 
 
 def cpu_target() -> Target:
-    """Describes training on the CPU, whose operations take no simulated time."""
+    """Returns the Target (simulated device) for training on the CPU. Its operations take no simulated time."""
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
@@ -129,7 +129,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds the results of simulated training steps. The last step is like all later ones."""
+    """Holds the results of a few simulated training steps. The last of them stands for all later steps of a run."""
 
     tape: Tape  # allocations and frees of all steps, in order
     began: float  # when the last step began, on the simulated clock
@@ -157,10 +157,11 @@ class SimulatedStep:
 def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates an evaluation and a few training steps of `case`. `known`: a cache of operations for one decoder,
-    sequence length, dtype and target. `whole_first_step`: True to simulate all micro-batches of the first step, too, so
-    that reserved bytes are exact. Makes the decoder's parameters meta tensors. Raises ValueError if the decoder was
-    made for other kernels than the target's."""
+    """Simulates an evaluation and a few training steps of `case`. Returns their allocations, and the seconds of the
+    last step. `known`: a cache of recorded operations for one decoder, sequence length, dtype and target.
+    `whole_first_step`: True to simulate all micro-batches of the first step, too, so that reserved bytes are exact.
+    Makes the decoder's parameters meta tensors. Raises ValueError if the decoder was made for other kernels than the
+    target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})

@@ -2,7 +2,7 @@
 
 Each direction of the bus, and the disk, makes one transfer after the other. An event is a point in simulated time. The
 host's time to issue a copy (tens of microseconds) is not simulated. Nor are copies of memory that is not page-locked,
-which do not overlap.
+which do not overlap with computation.
 """
 
 import math

@@ -66,7 +66,8 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns how many bytes of RAM `layout` saves by having optimizer states on a disk."""
+        """Returns how many bytes of RAM `layout` saves by having optimizer states on a disk. Buffers in RAM, through
+        which the states are copied, are subtracted."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
         # less the buffers through which these states are copied
@@ -97,8 +98,8 @@ class Simulations:
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """Returns the memory figures of a step in the allocator's model under a cap (None: no cap). Returns None if
-        memory runs out."""
+        """Returns the memory figures of a step in the model of PyTorch's caching allocator, which may reserve
+        `limit_bytes` (None: no limit). Returns None if memory runs out."""
         known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
         if limit not in known:
             # Under all caps of at least `wanted_peak_bytes`, memory use is the same.
@@ -112,9 +113,9 @@ class Simulations:
         return known[limit]
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures of a step under a memory cap, and this cap. Tries `widest`, `smaller`, and caps
-        between these in steps of 8 MiB. Takes the largest under which the step completes, or else
-        `smallest_cap_bytes`."""
+        """Returns the memory figures of a step under a memory cap, and this cap in bytes. Tries `widest`, `smaller`,
+        and caps between them in steps of 8 MiB, and takes the largest under which the step completes. If it completes
+        under none, takes the cap that `smallest_cap_bytes` finds."""
         # A step may complete only under a smaller cap, because the allocator then frees its cache at another time.
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
@@ -122,7 +123,8 @@ class Simulations:
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes in the allocator's model under this memory cap (None: no cap)."""
+        """Returns True if a step completes in the model of PyTorch's caching allocator under this memory cap (None: no
+        cap)."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         return self.run(layout, limit_bytes) is not None
@@ -139,7 +141,8 @@ class Simulations:
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns the smallest cap that was found to suffice for a step, rounded up to whole MiB."""
+        """Returns the smallest memory cap that bisection finds to suffice for a step, in bytes, rounded up to whole
+        MiB."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         # This may miss the smallest cap, because a step may complete under one cap and fail under a larger one.
         while high - low > low * _PRECISION:

@@ -35,7 +35,7 @@ class WayOut:
         return f"{self.changes} {ram}".strip()
 
     def to_dict(self) -> dict:
-        """Returns these options and their bytes as an entry of the list `ways_out` in plan.json."""
+        """Returns the options and their bytes as an entry of the list `ways_out` in plan.json."""
         return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
 
     def __str__(self) -> str:
@@ -51,9 +51,9 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Looks for options with which training fits on a GPU. `room`: the limits of GPU memory and RAM, under which
-    no layout fits. `ram_bytes(simulations, size)`: returns the RAM that training takes on the machine, if each process
-    has `size` bytes for copies to the GPU."""
+    """Looks for options with which training fits on a GPU. `room`: the limits of GPU memory and RAM, under which no
+    layout fits. `ram_bytes(simulations, size)`: returns the RAM that all processes on the machine take, if each stores
+    `size` bytes of tensors there for copies to the GPU."""
 
     settings: Settings
     simulations: Simulations
@@ -61,7 +61,8 @@ class WaysOut:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns changed settings with which training fits under the same cap of GPU memory."""
+        """Returns the options with which training fits under the given cap of GPU memory. Some may need a higher RAM
+        cap."""
         by_home = choices_by_home(self.settings, self.simulations)
         exact = least_ram(by_home, self.simulations, self.room.gpu)
         if exact is None:
@@ -80,8 +81,9 @@ class WaysOut:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the WayOut for `changes` with this layout, None if the layout does not fit into GPU memory. It fits
-        if it allocates at most `peak` bytes. If `peak` is None, the allocator's model decides."""
+        """Returns the WayOut that names the options `changes`, or None if `layout` does not fit into GPU memory with
+        them. `simulations`: of the step with these options. `peak`: the most bytes that a fitting layout allocates;
+        None: the allocator's model decides."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
