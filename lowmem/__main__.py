@@ -21,8 +21,8 @@ _PROGRAMS = {  # {command: (module of lowmem/run, function)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command `arguments[0]` with the options `arguments[1:]` (None: from the command line). Returns the exit
-    code."""
+    """Runs the command `arguments[0]`, such as "train", with the options `arguments[1:]`. If `arguments` is None, takes
+    those of the command line. Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])
     if command in _PROGRAMS:

@@ -45,8 +45,9 @@ def release_freed_memory() -> None:
 
 
 def expandable_segments() -> bool:
-    """Returns True if PyTorch's CUDA allocator uses expandable segments, by ALLOCATOR_VARIABLES or, without these, by
-    `set_environment`. Raises InputError if these variables differ, or for settings that the planner cannot simulate."""
+    """Returns True if PyTorch's CUDA allocator uses expandable segments: if the environment variables
+    ALLOCATOR_VARIABLES switch them on, or if none is set, because `set_environment` then does so. Raises InputError if
+    two of the variables differ, or for settings that the planner cannot simulate."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -115,7 +116,8 @@ def collect_garbage() -> None:
 
 
 def freeze_objects() -> bool:
-    """Makes Python's garbage collector skip all objects that exist now. Returns False if many are frozen already."""
+    """Makes Python's garbage collector skip all objects that exist now, and returns True. If many objects are frozen
+    already, only returns False."""
     global _frozen
     # Looking through imported modules takes 0.2 s each time. Python 3.12 itself freezes some hundred objects.
     if _frozen or gc.get_freeze_count() > 10_000:  # this count takes 0.1 s if there are many
@@ -136,8 +138,8 @@ _frozen = False
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces. Must precede any other GPU
-    allocation, as the predicted memory assumes. Does nothing on the CPU."""
+    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces. Must be called before any
+    other GPU allocation, because the predicted memory assumes this order. Does nothing on the CPU."""
     if device.type == "cuda":
         # A thread allocates its workspace at its first product, and keeps it. Taken now, both are adjacent.
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
@@ -165,7 +167,8 @@ def forget_allocations(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Makes PyTorch choose CUDA kernels that give the same bits each time, as CPU kernels do by default."""
+    """Makes PyTorch choose CUDA kernels that give the same bits each time. Also switches off TF32, and sums in reduced
+    precision within matrix products. Does nothing on the CPU, whose kernels give the same bits by default."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

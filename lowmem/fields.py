@@ -1,4 +1,4 @@
-"""Checks the value of one setting: its type, its range, and how a text or a path is written."""
+"""Checks the value of one setting: its type, its range, and the spelling of texts and paths."""
 
 import sys
 from types import NoneType, UnionType
@@ -69,7 +69,8 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Converts `value` to the type `hint`. A list of texts becomes a tuple, or a str if it has one text."""
+    """Returns `value`, converted to the type `hint` of the field `name`. A list of texts becomes a tuple, or a str if
+    it has only one text. Raises InputError for a value of another type."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))

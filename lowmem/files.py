@@ -68,7 +68,8 @@ class HashedFile:
 
 
 def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
-    """Writes the chunks of `content` to a new file and fsyncs it. Returns the file's entry for the manifest."""
+    """Writes the chunks of `content` to a new file and fsyncs it. Returns the file's entry for the manifest, the list
+    of a folder's files: {"bytes": size, "hash": hex}."""
     with closing(HashedFile(path)) as file:
         for piece in content:
             file.write(piece)
@@ -87,8 +88,9 @@ def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None
 def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
-    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order: the
-    header's length (8 bytes, little-endian) and the JSON header. `separators`: an argument of json.dumps."""
+    """Returns the first bytes of a .safetensors file: the header's length (8 bytes, little-endian) and the JSON header.
+    `tensors`: {name: (dtype, shape)}, in the order of their data in the file. `metadata`: texts for the header.
+    `separators`: an argument of json.dumps."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -109,13 +111,15 @@ def start_writeback(descriptor: int) -> None:
 
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
-    """Writes the manifest of `folder`, with a checksum of its content. `entries`: {file name: entry from `write`}."""
+    """Writes the manifest of `folder`, a list of its files with their sizes and hashes, and a checksum of this list.
+    `entries`: {file name: entry that `write` returned}."""
     content = {"hash": _HASH, "files": entries}
     write(folder / MANIFEST, [to_json(content | {"own": _HASHES[_HASH](to_json(content)).hexdigest()})])
 
 
 def flush_path(path: Path) -> None:
-    """Fsyncs a file, or a folder's list of names; created, renamed and removed files then survive a power cut."""
+    """Fsyncs the file or folder `path`. After a folder's fsync, a power cut cannot undo created, renamed or removed
+    files in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,7 +128,7 @@ def flush_path(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a whole folder. Raises no error if that fails, or if there is none."""
+    """Removes the file, link or whole folder `path`. Raises no error if it cannot be removed, or does not exist."""
     with suppress(OSError):
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)

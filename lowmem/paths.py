@@ -19,8 +19,8 @@ def shown(text: str) -> str:
 
 
 def read_text_option(option: str, text: str) -> str:
-    """Returns the value `text` of `option`. Raises InputError for text that is not UTF-8 and, except for
-    --sample-prompt, for blank text or null characters."""
+    """Returns `text`, the value of the command-line option `option`. Raises InputError if the text is not valid UTF-8.
+    Also raises InputError if it is blank or has null characters, unless the option is --sample-prompt."""
     if option != "--sample-prompt" and ("\0" in text or not text.strip()):
         raise InputError(f"{option} must not be empty.")
     # No file, tracker or tokenizer could take such text.
@@ -30,8 +30,9 @@ def read_text_option(option: str, text: str) -> str:
 
 
 def read_path_option(option: str, path: str) -> str:
-    """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for an unknown user
-    or a variable such as `$HOME`, unless a file has that name, and for text that is blank or not UTF-8."""
+    """Returns `path`, the value of the command-line option `option`, with a leading `~` or `~user` replaced by the home
+    folder. Raises InputError for text that is blank or not UTF-8. Also raises InputError for an unknown user, or a
+    variable such as `$HOME`, unless a file with that name exists."""
     expanded = os.path.expanduser(read_text_option(option, path))
     if expanded.startswith("~") and not os.path.exists(expanded):
         user = path.split("/")[0]

@@ -1,8 +1,9 @@
 """Lists the files of a run folder, checks whether they can be written, and separates files of runs from training data.
 
-If a folder is given as data, run folders and exported models in it are not read, nor is the file that stdout or stderr
-goes to. If it is a run folder itself, only the files that training wrote are not read. It is refused if it is a run
-folder without other data, a folder that training wrote into one, or an exported model (data/sources.py).
+A folder that is given as data may contain run folders and exported models. They are not read, nor is the file that
+stdout or stderr goes to. If the given folder is a run folder itself, only the files that training wrote are not read.
+InputError is raised for a run folder without other data, a folder that training wrote into one, or an exported model
+(data/sources.py).
 """
 
 import json
@@ -23,8 +24,9 @@ FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Splits `files`, all below `root`, into data, and files and folders that runs have written. `out`: the present
-    run's output folder, or None."""
+    """Returns two lists: the `files` that are data, and the paths that runs have written. These paths are files, or
+    folders that contain some of `files`. All `files` are below `root`. `out`: the present run's output folder, or
+    None."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -46,8 +48,9 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def is_of_a_run(path: Path, out: Path | None) -> bool:
-    """Returns True if `path` is a run folder, a file of one, or a folder with a model (weights and config.json), which
-    counts as an export. `out`: the present run's folder, resolved, or None; it counts even if empty."""
+    """Returns True if `path` is a run folder, something that training wrote into one, or an exported model. Every
+    folder with weights and config.json counts as an exported model. `out`: the present run's folder, resolved, or None;
+    it counts as a run folder even if it is empty."""
     if path.name in (*FILES, *FOLDERS) and (is_run(path.parent) or path.parent.resolve() == out):
         return True
     if path.is_file():

@@ -1,9 +1,9 @@
 """Defines all settings of a training run: one frozen dataclass, which refuses combinations that cannot run.
 
-Each field is also a command-line option (run/options.py). The name of a size ends with ``_bytes``, by which its value
-is parsed. ``None`` leaves the choice to the planner (``micro_batch``, ``group``, ``segment_blocks``), to the
-environment (``wandb``, ``report_to``) or to other settings (``out``). In ``clip_norm`` and the memory caps, ``None``
-means no limit.
+Each field is also a command-line option (run/options.py). Fields whose names end with ``_bytes`` are sizes, and may be
+given as texts such as "11GiB". ``None`` leaves the choice to the planner (``micro_batch``, ``group``,
+``segment_blocks``), to the environment (``wandb``, ``report_to``) or to other settings (``out``). In ``clip_norm`` and
+the memory caps, ``None`` means no limit.
 """
 
 import math
@@ -24,8 +24,8 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 
 class Mark(Flag):
-    """Says which results depend on a setting, so that a resumed run must have the same value. RUN: the trained weights.
-    TOKENS: the tokens of a data set."""
+    """Names the results that depend on a setting. RUN: the trained weights; a resumed run is checked for the
+    checkpoint's value. TOKENS: the tokens of a data set; tokens that were stored with another value are not used."""
 
     RUN = auto()
     TOKENS = auto()
@@ -35,8 +35,8 @@ RUN, TOKENS = Mark
 
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
-    """Returns a dataclass field with metadata for --help. `metavar`: a word for the value. `shown`: the default in
-    words, if `default` is None."""
+    """Returns a dataclass field with metadata, for --help and for resumed runs. `metavar`: a word for the value.
+    `shown`: the default in words, if `default` is None. `marks`: the results that depend on the setting."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 
@@ -282,8 +282,8 @@ class Settings:
 
 
 def marked(settings: Any, marks: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings that have one of `marks`. `settings`: any object with the fields of
-    Settings."""
+    """Returns {name: value} of the settings with one of `marks`, which name the results that depend on a setting.
+    `settings`: any object with the fields of Settings."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if marks & item.metadata["marks"]}
 
 
@@ -299,7 +299,8 @@ def in_words(name: str, value: Any) -> str:
 
 
 def changed(name: str, old: Any, new: Any) -> str:
-    """Formats two values of the setting `name` as a user types them: "--clip-norm 1.0 -> 0"."""
+    """Formats a change of the setting `name` from `old` to `new`, with the name as a command-line option: "--clip-norm
+    1.0 -> 0"."""
     old, new = (
         "not given" if value is None and getattr(Settings, name) is None else in_words(name, value)
         for value in (old, new)

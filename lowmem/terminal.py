@@ -15,9 +15,9 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores an error of printing in the `with` block, and drops all output after it, so that training goes on. If the
-    block prints a `needed` answer, errors other than a closed terminal or pipe, such as a full disk, raise
-    LowmemError."""
+    """Makes training go on if printing in the `with` block raises an OSError: ignores the error, and discards all later
+    output. `needed`: True if the block prints the answer that the user asked for. Then only a closed terminal or pipe
+    is ignored, and other errors, such as a full disk, raise LowmemError."""
     try:
         yield
         if needed and sys.stdout is not None:
@@ -44,7 +44,8 @@ def escape_what_stdout_lacks() -> None:
 
 
 def has_room_for_a_bar() -> bool:
-    """Returns True if stderr is a terminal with two lines or more, or of unknown size (a notebook)."""
+    """Returns True if a progress bar can be shown: if stderr is a terminal with at least two lines, or with an unknown
+    number (in a notebook)."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     try:
@@ -68,7 +69,8 @@ def filled(text: str, width: int, indent: str = "  ") -> str:
 
 
 def beside(columns: dict[str, str]) -> str:
-    """Formats {title: text} as columns, as wide as the terminal and at most 120 characters in all."""
+    """Formats {title: text} as columns next to each other. All columns together are as wide as the terminal, but at
+    most 120 characters."""
     width = (min(shutil.get_terminal_size().columns, 120) - 3 * (len(columns) - 1)) // len(columns)
     cells = []
     for title, text in columns.items():

@@ -1,6 +1,6 @@
 """Reads text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
-Skips byte-order marks. Refuses text that is not UTF-8, files that are not of their name's kind, and repeated keys.
+Skips byte-order marks. Refuses text that is not UTF-8, files of another kind than their names say, and repeated keys.
 """
 
 import codecs
@@ -49,8 +49,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError for a Git LFS pointer, or if the first bytes show another kind of file. `binary`: the first
-    bytes of the expected kind; b"" if they vary; None for text."""
+    """Raises InputError if the file is a Git LFS pointer, or if its first bytes show another kind than the expected
+    one. `binary`: the first bytes of the expected kind; b"" for binary kinds that begin differently; None for text."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -98,8 +98,8 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """Returns the value of the JSON `text`. Raises InputError with `source` and the line, counted from `first_line`.
-    `advice` ends the message for a syntax error."""
+    """Returns the value of the JSON `text`. Raises InputError for bad JSON; the message names `source` and the line,
+    counted from `first_line`. For a syntax error, it ends with `advice`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -119,7 +119,8 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
     """Returns a folder with the files of `folder`, without byte-order marks. `instead`: {name: content} of files to
-    replace or add. If anything changes, this is a temporary folder, partly of links."""
+    replace or add. If nothing changes, this is `folder` itself. Otherwise, it is a temporary folder with the changed
+    files and links to the others."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in (".json", ".txt", ".jinja") and path.is_file():

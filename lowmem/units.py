@@ -31,8 +31,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_interval(text: str) -> int | str:
-    """Returns a number of steps, such as ``500``, as int, and a time, such as ``30min`` or ``2h``, as text. Raises
-    ValueError for anything else, and for zero."""
+    """Returns an interval of steps, such as ``500``, as an int, and an interval of time, such as ``30min`` or ``2h``,
+    as a str. Raises ValueError for anything else, and for zero."""
     match = _INTERVAL.fullmatch(text)
     if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is neither a number of steps nor a time; write it like 500, 30min or 2h")

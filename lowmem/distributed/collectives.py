@@ -1,4 +1,5 @@
-"""Sends data between processes that train one model, by torch.distributed. Implements core/shares.py."""
+"""Sends data between processes that train one model, by torch.distributed. Implements the class Shares of
+core/shares.py."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -129,7 +130,8 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Sends rank 0 the elements of this rank's shards that it requests, until it requests no more."""
+        """Sends rank 0 the elements of this rank's shards for which rank 0 asks in `range_of`. Returns when rank 0 ends
+        its `on_first`."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])
@@ -143,8 +145,8 @@ class SeveralRanks(Shares):
         return [tensor for part in parts for tensor in (part.working, *part.state.values())]
 
     def _ask(self, *request: int) -> list[int]:
-        """Sends rank 0's `request` to all ranks, and returns it there: [index in `_stored`, first element, last element
-        + 1]. Other ranks pass any three integers."""
+        """Broadcasts rank 0's `request`, three integers, and returns it in all ranks: [index in `_stored`, first
+        element, last element + 1]. The `request` of other ranks is ignored, but must also be three integers."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()

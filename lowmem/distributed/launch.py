@@ -28,10 +28,11 @@ def local_ranks() -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator:
-    """Yields a Ranks, which connects this process to torchrun's others; without torchrun, one process. Each process has
-    its own GPU, unless `device` is "cpu" or there is none. Must be called before CUDA starts. Raises InputError for
-    environment variables that torchrun would not set, and for fewer GPUs than processes. Raises LowmemError if the
-    processes cannot connect."""
+    """Connects this process to the others that torchrun has started, and yields a Ranks, through which they
+    communicate. Without torchrun, yields the Ranks of a single process. Each process has its own GPU, unless `device`
+    is "cpu" or PyTorch finds no GPU. Must be called before CUDA starts. Raises InputError for environment variables
+    that torchrun would not set, and for fewer GPUs than processes. Raises LowmemError if the processes cannot
+    connect."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):

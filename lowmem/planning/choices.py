@@ -139,8 +139,9 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields a copy of `choices` for each allowed Fate (what happens to gradients once they are summed). Yields up to
-    two for HELD (they stay on the GPU): with groups of any allowed size, and with the whole batch as one group."""
+    """Yields a copy of `choices` for each allowed Fate (what happens to gradients after they are summed). For HELD
+    (they stay on the GPU), yields up to two: with groups of any allowed size, and with the whole batch as one group. A
+    group is micro-batches that pass each block together."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     # HELD: gradients stay on the GPU until the update. Several ranks always make one group of the whole batch.

@@ -21,8 +21,9 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """Describes a set of layouts that differ in only two numbers: how much blocks save for backward, and how many units
-    (mostly blocks) are on the GPU with their optimizer states, or with their weights."""
+    """Describes a set of layouts (ways to compute a training step). They differ only in how much blocks save for
+    backward, and in how many units (mostly blocks) are on the GPU. A unit counts if its optimizer states are there; in
+    a set with weights in RAM, if its weights are there."""
 
     choices: Choices
     micro_batch: int  # sequences

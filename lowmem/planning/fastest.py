@@ -21,8 +21,9 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout of `by_home` (`choices_by_home`) that fits into `room` (limits of GPU memory and RAM),
-    or None. A layout fits if its step completes in the model of PyTorch's caching allocator."""
+    """Returns the fastest layout (way to compute a step) of `by_home` that fits into `room`, or None. A layout fits if
+    its step completes in the model of PyTorch's caching allocator. `by_home`: the result of `choices_by_home`. `room`:
+    limits of GPU memory and RAM."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
@@ -39,8 +40,8 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest `kept` (how much blocks save for backward) that is found to be too large: with it, a layout
-    that is otherwise like `found` runs out of GPU memory in the caching allocator's model. Must be called only if
+    """Returns the smallest `kept` (how much blocks save for backward) that is found to be too large. A layout that has
+    it, and is otherwise like `found`, runs out of GPU memory in the caching allocator's model. Must be called only if
     `found` itself runs out."""
 
     def fails(kept: int) -> bool:
@@ -133,7 +134,8 @@ def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds a layout that may take the least memory, and its column (a set of similar layouts)."""
+    """Holds a layout (way to compute a step) that may take the least memory, and its column (a set of similar
+    layouts)."""
 
     layout: Layout
     column: Column

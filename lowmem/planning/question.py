@@ -44,8 +44,8 @@ class Question:
 
     @property
     def ram_here_bytes(self) -> int | None:
-        """Returns the most bytes of RAM that the training process can take on this machine: those that it has and those
-        that are free. Returns None if one of the two is not given."""
+        """Returns the most bytes of RAM that the training process can take on this machine: its present use and the
+        free RAM. Returns None if `ram_free_bytes` or `process` is None."""
         if self.ram_free_bytes is None or self.process is None:
             return None
         return self.process.now_bytes + self.ram_free_bytes

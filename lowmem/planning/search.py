@@ -27,7 +27,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout that the search has found, its simulation, and its column (a set of similar layouts)."""
+    """Holds a layout (way to compute a step) that the search has found, its simulation, and its column (a set of
+    similar layouts)."""
 
     layout: Layout
     simulated: SimulatedStep
@@ -72,8 +73,8 @@ class Search:
     _fitting: dict[Column, list[int]] = field(default_factory=dict, init=False, repr=False)  # results of `fitting`
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `choices`, or `best` if none is faster. Returns None if nothing fits and `best`
-        is None."""
+        """Returns the fastest layout of `choices`, or `best` (the fastest found before) if none is faster. Returns None
+        if nothing fits and `best` is None."""
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -108,8 +109,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `column` (a set of similar layouts), or None if nothing fits. If no layout of
-        the column is expected to be faster than `best`, returns any one that fits."""
+        """Returns the fastest layout of `column` (a set of similar layouts), or None if nothing fits. If none of them
+        is expected to be faster than `best` (the fastest found before), returns any one that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
             return None

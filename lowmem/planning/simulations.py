@@ -1,5 +1,5 @@
-"""Simulates one training step in different layouts, and caches the results. They do not depend on the user's memory
-caps, so the search may ask for them in any order."""
+"""Simulates one training step in different layouts (ways to compute it), and caches the results. They do not depend on
+the user's memory caps, so the search may ask for them in any order."""
 
 import math
 from collections.abc import Callable
