@@ -160,7 +160,7 @@ def finish_failed_backward(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """Collects garbage, empties the cache of PyTorch's CUDA allocator, and resets its peaks."""
+    """Collects garbage, empties the cache of PyTorch's CUDA allocator, and resets the allocator's peak statistics."""
     collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

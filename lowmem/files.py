@@ -89,7 +89,7 @@ def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
     """Returns the first bytes of a .safetensors file: the header's length (8 bytes, little-endian) and the JSON header.
-    `tensors`: {name: (dtype, shape)}, in the order of their data in the file. `metadata`: texts for the header.
+    `tensors`: {name: (dtype, shape)}, in the order of their data in the file. `metadata`: {name: text} for the header.
     `separators`: an argument of json.dumps."""
     header: dict = {"__metadata__": metadata}
     end = 0

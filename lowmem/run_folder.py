@@ -1,9 +1,9 @@
 """Lists the files of a run folder, checks whether they can be written, and separates files of runs from training data.
 
 A folder that is given as data may contain run folders and exported models. They are not read, nor is the file that
-stdout or stderr goes to. If the given folder is a run folder itself, only the files that training wrote are not read.
-InputError is raised for a run folder without other data, a folder that training wrote into one, or an exported model
-(data/sources.py).
+stdout or stderr goes to. In a folder that is a run folder itself, the files that training wrote are left out, and
+others are read. InputError is raised for a run folder without other data, a folder that training wrote into one, or an
+exported model (data/sources.py).
 """
 
 import json

@@ -99,7 +99,7 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
     """Returns the value of the JSON `text`. Raises InputError for bad JSON; the message names `source` and the line,
-    counted from `first_line`. For a syntax error, it ends with `advice`."""
+    counted from `first_line`. For a syntax error, the message ends with `advice`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:

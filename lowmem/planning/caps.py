@@ -32,9 +32,9 @@ def margins(needs_all_gradients: bool) -> int:
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the error message for memory caps that are too small. `gpu_limit`: the GPU cap that was given; None: the
-    message names none. `gpu_cap`, `ram`: the smallest sufficient caps; None leaves out the GPU's. All are bytes; `ram`
-    is for all processes of this machine together."""
+    """Returns the error message for memory caps that are too small, all in bytes. `gpu_limit`: the given cap of GPU
+    memory. `gpu_cap`: the smallest sufficient one. If one of them is None, the message leaves it out. `ram`: the
+    smallest sufficient RAM cap, for all processes of this machine together."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))

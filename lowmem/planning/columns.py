@@ -116,8 +116,8 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory of one layout, in bytes. `kept`: how much blocks save for
-        backward. `units_on_gpu`: number of units (mostly blocks) with states, or weights, on the GPU."""
+        """Returns the peak of allocated GPU memory of one layout, in bytes. `kept`: how much blocks save for backward.
+        `units_on_gpu`: how many units (mostly blocks) have their states, or weights, on the GPU."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         # One layout is simulated for each `kept`. Units on the GPU add their own bytes to its peak.
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)

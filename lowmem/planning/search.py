@@ -130,8 +130,9 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with `fewest` to `most` units (mostly blocks) on the GPU. Stops early if no layout
-        that was not tried is expected to be faster than `best`."""
+        """Returns the fastest layout of `column` with `fewest` to `most` units (mostly blocks) on the GPU. Stops early
+        if none of the remaining layouts is expected to be faster than `best` (the fastest found before) and those tried
+        so far."""
         # With more units on the GPU, a step waits less for copies, and recomputes more. So its time first falls, until
         # no copy is waited for, and then rises (docs/planning.md).
         fastest = found = self._with_most_kept(column, fewest)
