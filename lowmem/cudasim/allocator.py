@@ -31,8 +31,8 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class _Arena:
-    """Models the memory of one pool (for small or large requests) on one CUDA stream: which address ranges are used,
-    free or without pages. A dict {address: bytes} holds the ranges of each kind."""
+    """Models the memory of one pool (for small or large requests) on one CUDA stream. An address range is used, free or
+    unmapped (without memory). Each kind has a dict {address: bytes}."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -45,7 +45,8 @@ class _Arena:
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the index in `by_size` of the free range from which to take `size` bytes, or None."""
+        """Chooses the free range from which to take `size` bytes. Returns its index in `by_size`, the sorted list of
+        free ranges, or None if no range is large enough."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
@@ -64,7 +65,8 @@ class _Arena:
         return place
 
     def use(self, place: int, size: int) -> int:
-        """Takes `size` bytes from the free range with index `place` in `by_size`, and returns their address."""
+        """Takes `size` bytes from the free range `by_size[place]`, and returns their address. Takes the whole range if
+        the rest would be too small to split off."""
         available, address = self.by_size.pop(place)
         del self.free[address]
         rest, end = available - size, address + available
@@ -100,7 +102,8 @@ class _Arena:
         del self.by_size[bisect_left(self.by_size, (size, address))]
 
     def map_pages(self, address: int, size: int) -> int:
-        """Maps whole pages at the start of the unmapped range at `address`, and returns the bytes mapped."""
+        """Maps pages for at least `size` bytes at the start of the unmapped range at `address`. Returns the bytes
+        mapped, which are free then."""
         mapped, available = round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
@@ -122,8 +125,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the lowest address at which an expandable segment can get `size` bytes by mapping pages: all of these
-        bytes are free or unmapped."""
+        """Returns the lowest address from which `size` bytes are free or unmapped, some of them unmapped. An expandable
+        segment grows there."""
         for address in sorted(self.unmapped):
             # An unmapped range begins here, or a free one directly before it.
             start = end = self._starts.get(address, address)
@@ -212,7 +215,7 @@ class CachingAllocator:
 
     def _grow(self, arena: _Arena, size: int) -> int:
         """Takes memory from the driver, so that `arena` has a free range of `size` bytes. Returns the range's index in
-        `by_size`."""
+        `arena.by_size`. Raises SimulatedOutOfMemory if the cap does not allow it."""
         # The cap is tested for a segment of the usual size, but an expandable one maps whole pages: up to 18 MiB more.
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)

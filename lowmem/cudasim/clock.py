@@ -24,8 +24,8 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the span of one operation, which takes the host and the GPU so many seconds. If `gpu` is 0, no kernel
-        is launched."""
+        """Returns the span of one operation, which keeps the host busy for `host` seconds and the GPU for `gpu`
+        seconds. If `gpu` is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":

@@ -15,15 +15,15 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Describes a simulated device. The recorder calls `hidden_bytes` and `seconds` with (func, args, kwargs, result)
-    for each new operation, and `allocated` with a list of results."""
+    """Describes a simulated device. The recorder calls `hidden_bytes` and `seconds` with (func, args, kwargs, result),
+    and `allocated` with a list of results instead. It does so for each operation whose costs are not cached."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # returns a context with the device's operators
     hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary
     # Bytes. The forward thread allocates all of these at its first matrix product, the backward thread only the first.
     workspace_bytes: tuple[int, ...] = ()
     allocated: Callable = lambda func, args, kwargs, results: results  # returns those on the device, in order
-    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # see cuda_ops.STORAGE_BYTES
+    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # {operator: returns its result's bytes}
     seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
     more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}
@@ -35,8 +35,8 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Tells the simulation that the custom operator `packet` multiplies two matrices through cuBLAS. `first_factor`:
-    index of the left matrix among its arguments; the right one follows. `host_seconds`: of CPU time that a call takes
-    beyond that of other operators."""
+    index of the left matrix among its arguments; the right one follows. `host_seconds`: CPU time of a call in addition
+    to that of other operators."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.CUBLAS_OPERATORS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
@@ -44,8 +44,8 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Describes the GPU `card`, with the settings of PyTorch that training makes (device.py). With `plain`, they are
-    the defaults: kernels need not be deterministic, and cuBLAS chooses its workspaces."""
+    """Returns the model of the GPU `card` under training's settings of PyTorch (device.py): deterministic kernels, and
+    cuBLAS workspaces of a fixed size. With `plain`, PyTorch has its default settings instead."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

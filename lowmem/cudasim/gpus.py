@@ -104,7 +104,7 @@ class Card:
 
     @property
     def clocks_per_second(self) -> float:
-        """Returns the clock of the multiprocessors in Hz, by the data sheet's fp32 rate."""
+        """Returns the clock rate of the multiprocessors in Hz, computed from the data sheet's fp32 rate."""
         per_clock = BY_CAPABILITY.get(self.capability, BY_CAPABILITY[9, 0])[0]
         return self.rates["fp32"].peak / (self.multiprocessors * per_clock)
 
@@ -186,8 +186,8 @@ _SAYS_NOTHING = re.compile(  # parts of a name that tell no cards apart
 
 def card_named(name: str, option: str = "--gpu", otherwise: str = _WITHOUT_A_NAME) -> Card:
     """Returns the GPU with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``Tesla
-    V100-SXM2-32GB``. Raises InputError, about `option` and with the advice `otherwise`, for a name that is not in the
-    table."""
+    V100-SXM2-32GB``. Raises InputError for a name that is not in the table; its text names `option` and gives the
+    advice `otherwise`."""
     plain = name.lower().replace("mobile", "laptop")
     short = _SAYS_NOTHING.sub("", plain)
     if (found := _exactly(short) or _of_size(plain)) is not None:
@@ -224,8 +224,8 @@ def _of_size(name: str) -> Card | None:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """Returns the GPU that torch.cuda.get_device_name calls `name`, None if the table lacks it. Of several, returns the
-    one with memory nearest to `memory_bytes`."""
+    """Returns the GPU that torch.cuda.get_device_name calls `name`, or None if the table lacks it. If several cards
+    have this name, returns the one with memory nearest to `memory_bytes` (None: the first)."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

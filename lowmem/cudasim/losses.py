@@ -12,8 +12,9 @@ _aten = torch.ops.aten
 
 # Sources: Loss.cpp, cuda/Loss.cu.
 def _losses(reduced_in_place: bool) -> Callable:
-    """Returns a function for TEMPORARIES that handles one loss. If it is reduced, a temporary tensor holds the losses
-    of all elements. If `reduced_in_place`, the result's storage holds them instead."""
+    """Returns a function that computes the temporaries of one loss. A loss that is reduced to one number first makes a
+    tensor of all elements' losses. This tensor is a temporary; if `reduced_in_place`, it is the result's storage
+    instead."""
 
     def temporaries(gpu: Gpu, result, input, target, *_, **__):
         if result.dim():

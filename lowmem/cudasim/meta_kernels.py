@@ -36,7 +36,7 @@ def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> t
 
 @contextmanager
 def fused_on_meta() -> Iterator[None]:
-    """Registers the kernels for meta tensors inside `with`."""
+    """Inside `with`, registers kernels for meta tensors: for RMSNorm, GRU cells and the backward of Mish."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, kernel in (
             ("mish_backward", _mish_backward), ("_fused_rms_norm", _rms_norm),
@@ -47,7 +47,8 @@ def fused_on_meta() -> Iterator[None]:
 
 
 def gru_cell(input, hidden, *weights: Tensor):
-    """Runs a GRU cell as native/RNN.cpp does on CUDA, inside `fused_on_meta`."""
+    """Runs torch.gru_cell on meta tensors as CUDA does: two matmuls, then one fused operator. Returns NotImplemented
+    for tensors with data, and outside of `fused_on_meta`. Source: native/RNN.cpp."""
     if not input.is_meta or not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_thnn_fused_gru_cell", "Meta"):
         return NotImplemented
     input, hidden, of_input, of_hidden, *biases = map(narrowed, (input, hidden, *weights))
@@ -56,7 +57,8 @@ def gru_cell(input, hidden, *weights: Tensor):
 
 
 def lstm_cell(input, states, *weights: Tensor):
-    """Runs an LSTM cell as native/RNN.cpp does on CUDA."""
+    """Runs torch.lstm_cell on meta tensors as CUDA does: two matmuls, then one fused operator. Returns NotImplemented
+    for tensors with data. Source: native/RNN.cpp."""
     if not input.is_meta:
         return NotImplemented
     input, hidden, cell, of_input, of_hidden, *biases = map(narrowed, (input, *states, *weights))

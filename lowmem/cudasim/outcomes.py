@@ -47,7 +47,7 @@ def may_resize(func) -> bool:
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
     """Returns the cache key of an operation: its function, and the shapes, strides and dtypes of its arguments. Returns
-    None for a tensor with data, a tensor passed twice, or an object that is no plain value."""
+    None if its costs cannot be cached: a tensor has data or is passed twice, or an object is no plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

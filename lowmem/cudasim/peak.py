@@ -81,8 +81,9 @@ def cuda_peak(
 def record(
     function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
 ) -> Recorder:
-    """Calls `function` with a new recorder, and returns the recorder. `name_of` names storages by the code that made
-    them (see Recorder); None: by the phase (forward, backward, update). Raises InputError for code that needs a GPU."""
+    """Runs `function(recorder)` on meta tensors under a new recorder, which it returns. `name_of(frame)` names the
+    storages that the code of a Python frame allocates; None: names by the phase (forward, backward, update). Raises
+    InputError for code that needs a GPU."""
     recorder = Recorder(device_model, name_of or _phase, {})
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
@@ -107,8 +108,8 @@ def record(
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Makes code that is written for CUDA create its tensors on the meta device, though their `device` is CUDA. `note`:
-    called with each tensor that is made from Python numbers, as by torch.tensor."""
+    """Makes code that asks for CUDA create its tensors on the meta device. The `device` of these tensors still says
+    CUDA. `note`: called with each tensor that is made from Python numbers, as by torch.tensor."""
 
     def __init__(self, note: Callable[[Tensor], None]):
         super().__init__()
@@ -171,7 +172,8 @@ def _devices_by_number() -> AbstractContextManager:
 
 @contextmanager
 def _python_seen_through() -> Iterator[None]:
-    """Makes functions of PyTorch that are written in Python run under the modes, like the user's own code."""
+    """Inside `with`, lets torch function modes see the operations in PyTorch's Python functions, such as
+    nn.functional's. Otherwise a mode gets such a function as one call."""
     # Else a mode gets nn.MultiheadAttention as one function, and is off while that runs.
     names = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
     with ExitStack() as stack:
@@ -243,7 +245,8 @@ def _refuse_number() -> None:
 
 @contextmanager
 def _named(recorder: Recorder) -> Iterator[None]:
-    """Names weights, buffers, gradients and optimizer states on the tape when modules and optimizers use them."""
+    """Inside `with`, names weights, buffers, gradients and optimizer states on the recorder's tape (list of
+    allocations). A tensor gets its name when a module or an optimizer uses it."""
 
     def name_module(module: nn.Module, *_) -> None:
         for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):

@@ -44,14 +44,14 @@ class Region:
     """Holds a part of a tape (a list of allocations and frees), so that it can be replayed."""
 
     base: int  # number of its first storage on the tape
-    count: int = 0  # of its storages
+    count: int = 0  # number of its storages
     # Its storages are numbered from 0. If it frees storage n of an earlier region, that has the number -1 - n.
     operations: list[Operation] = field(default_factory=list)
     span: Span = NOTHING  # the effect on the clock
 
     def relative(self, storage: int, earlier: "Region | None") -> int:
-        """Converts a storage's number on the tape, `storage`, to its number in `operations`. Raises AssertionError if
-        the storage is older than this region and not of the region `earlier`."""
+        """Returns the number in `operations` of the storage that has the number `storage` on the tape. Raises
+        AssertionError if the storage is older than this region and not of the region `earlier`."""
         if storage >= self.base:
             return storage - self.base
         if earlier is None or not earlier.base <= storage < earlier.base + earlier.count:
@@ -61,8 +61,8 @@ class Region:
 
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and time of the PyTorch code inside `with recorder:`, which runs on meta tensors.
-    `name_of(frame)` names the storages that the code of a Python frame allocates; None: the calling frame decides.
-    `outcomes`: a cache {signature: Outcome} for recorders of one `device_model`, or None."""
+    `name_of(frame)` names the storages that the code of a Python frame allocates, or returns None to ask for the
+    calling frame. `outcomes`: a cache {signature: costs of an operation} that recorders of one `device_model` share."""
 
     def __init__(
         self, device_model: DeviceModel | None = None, name_of: Callable = lambda frame: None,
@@ -178,8 +178,9 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code inside `with` as a region of the tape, which `replay` can repeat. Its storages get the name
-        `name`. Raises AssertionError if the code frees storages from before it, unless those are of `earlier`."""
+        """Records the code inside `with` as a region (a part of the tape that `replay` can repeat), whose storages are
+        called `name`. Raises AssertionError if the code frees an older storage that the region `earlier` did not
+        allocate."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -202,8 +203,8 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape again, and returns the number of their first storage. If
-        `region` frees storages of an earlier region, `earlier_base` is the number that its replay returned."""
+        """Appends the operations of `region` to the tape again, and returns the number of the first storage in this
+        replay. `earlier_base`: this number for the replay of the earlier region whose storages `region` frees."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -213,8 +214,8 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes without data, for the storage that a replay allocated under this `number`.
-        If `held`, freeing it is not recorded, because the replay of a backward frees this number."""
+        """Returns a storage of `size` bytes without data, for the storage `number` that a replay has put on the tape.
+        The tape records when it is freed, unless `held`: then the replay of a backward frees the number."""
         self._bind(storage := torch.UntypedStorage(size, device="meta"), number, held)
         return storage
 
@@ -246,8 +247,8 @@ class Recorder(TorchDispatchMode):
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless it is on the tape already. If `name` is None, it
-        gets the name of a storage that the calling code allocates."""
+        """Records the storage of `tensor` as allocated now, unless it is on the tape already. Without `name`, the
+        storage is named like those that the calling code allocates."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:

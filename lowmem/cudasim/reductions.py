@@ -52,8 +52,8 @@ def staging_bytes(
     partial_bytes: int | None = None, vector: int = 4,
 ) -> tuple[int, ...]:  # fmt: skip
     """Returns the bytes of each temporary buffer of a CUDA reduction of `tensor` over `dims` (None or []: all).
-    `result_bytes`, `partial_bytes`: bytes per element of the result and of a partial result. None means those of
-    `tensor`, but at least 4. `vector`: how many 16-bit elements of a row a thread loads at once."""
+    `result_bytes`: bytes per element of the result. `partial_bytes`: bytes of a partial result; None: as many as an
+    element of `tensor` has, but at least 4. `vector`: how many 16-bit elements of a row a thread loads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     sum_bytes = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     input_vector = vector if tensor.itemsize == 2 else 4

@@ -1,4 +1,4 @@
-"""Keeps code that runs without data from writing files of weights: it would replace the user's own files."""
+"""Stops code that runs without data from saving weights: it would overwrite the user's own files."""
 
 import pickle
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class _Nowhere:
 
 
 class _Searched(pickle.Pickler):
-    """Raises InputError if an object holds a tensor without data."""
+    """Searches an object by pickling it: `dump` raises InputError if the object holds a tensor without data."""
 
     def reducer_override(self, obj):
         if not isinstance(obj, Tensor | torch.UntypedStorage | torch.TypedStorage):

@@ -14,12 +14,12 @@ Operation = tuple[int, int, str]  # (storage, bytes or FREED, name)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Holds a part of a tape (a list of allocations and frees). Replays share one list `operations`, with its own
-    numbers of storages, which `number` converts to those of the tape."""
+    """Holds a part of a tape (a list of allocations and frees). All replays of a recorded region share one list
+    `operations`. It numbers storages from 0, and `number` converts these numbers to those of the tape."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
-    earlier_base: int
+    earlier_base: int  # the number of storage -1, which an earlier region allocated
     seconds: float  # the GPU's clock at the start
 
     def number(self, storage: int) -> int:
@@ -29,8 +29,8 @@ class Chunk:
 
 @dataclass
 class Tape:
-    """Lists allocations and frees of GPU memory in order. Iterating yields (number of a storage, bytes, name), and (the
-    same number, FREED, "") when it is freed. No two storages have the same number."""
+    """Lists allocations and frees of GPU memory in order. Iterating yields (storage, bytes, name) for an allocation,
+    and (storage, FREED, "") for a free. Each storage has a number of its own."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Tape:
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
         """Returns the most bytes that are allocated at once, each size rounded up to a multiple of `rounding`.
-        `summaries`: a dict that caches the totals of replayed regions, or None."""
+        `summaries`: a dict in which calls with equal `rounding` cache totals of replayed regions, or None."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -61,8 +61,9 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns (bytes at the end, bytes at the peak, [(storage, bytes)] left, earlier storages freed) of a chunk. Bytes
-    are relative to its start. `sizes`: {number: bytes} of earlier storages."""
+    """Returns (bytes at the end, bytes at the peak, [(storage, bytes)] still allocated at the end, freed storages of
+    earlier chunks). Bytes are relative to the start of `chunk`, and each size is rounded up to a multiple of
+    `rounding`. `sizes`: {number: bytes} of earlier storages."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -87,7 +88,7 @@ class Memory:
     reserved_peak_bytes: int
     wanted_peak_bytes: int  # any cap of at least this many bytes gives the same replay; see CachingAllocator
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
-    to_peak: Tape = field(repr=False)  # the part of the replayed tape before the peak of allocated bytes
+    to_peak: Tape = field(repr=False)  # the replayed tape up to the chunk with the peak of allocated bytes
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
@@ -100,10 +101,10 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator, and returns its memory.
-    Raises SimulatedOutOfMemory if it does not complete under `limit_bytes` (None: no cap). `expandable_segments`: the
-    allocator's setting; None: that of training (device.py). `streams`: {name: CUDA stream} of storages that are not on
-    stream 0."""
+    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. Returns the peaks. Raises
+    SimulatedOutOfMemory if the tape does not complete under `limit_bytes` (None: no cap). `expandable_segments`: the
+    allocator's setting; None: the setting of training (device.py). `streams`: {name of storages: CUDA stream}; all
+    others are on stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free

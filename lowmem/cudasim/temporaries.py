@@ -23,8 +23,8 @@ _16_BIT = (torch.float16, torch.bfloat16)
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
     """Returns the bytes of each temporary tensor that the aten operator `func` allocates on CUDA; () for tensors on the
-    CPU. All exist at the same time. They are allocated after the results, but before those of operators in
-    COPIED_FIRST."""
+    CPU. All exist at the same time. They are allocated after the results; operators in COPIED_FIRST allocate them
+    before the results."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -39,7 +39,8 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the bytes of gradients of keys and values for every query head, in grouped-query attention."""
+    """Returns the bytes of the temporary gradients of keys and values, which grouped-query attention computes for every
+    query head. Returns () if each query head has a key head of its own."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     # The kernel then sums them over the query heads that share a key head.
@@ -51,7 +52,7 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the bytes of flash attention's partial results in fp32. Source:
+    """Returns the bytes of flash attention's partial results in fp32; () if it does not split the keys. Source:
     transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
@@ -65,8 +66,9 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns the number of parts of the keys in flash attention: the smallest that reaches 85% of the best occupancy.
-    `slots`: CUDA blocks that the GPU runs at once."""
+    """Returns into how many parts flash attention splits the keys: the fewest that reach 85% of the best occupancy.
+    `blocks`: CUDA blocks without a split. `slots`: CUDA blocks that the GPU runs at once. `key_blocks`: blocks of
+    keys."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -97,8 +99,8 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Returns (queries, keys, whether dk and dv stay in registers) of the tile in memory-efficient attention's
-    backward. Source: transformers/cuda/mem_eff_attention/kernels/cutlassB.h."""
+    """Returns (queries, keys, True if dk and dv stay in registers) of a tile in memory-efficient attention's backward.
+    `width`: the larger head size of query and value. Source: transformers/cuda/mem_eff_attention/kernels/cutlassB.h."""
     # PyTorch takes the first kernel for this `width` that fits into shared memory. The bytes that a kernel asks for
     # were read off its launches; those on Volta are assumed.
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
@@ -175,8 +177,8 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Returns a function for TEMPORARIES, for LayerNorm (`weights`: 2, weight and bias) or RMSNorm (1). Source:
-    cuda/layer_norm_kernel.cu."""
+    """Returns a function that computes the temporaries of a norm's backward. `weights`: 2 for LayerNorm (weight and
+    bias), 1 for RMSNorm. Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
