@@ -1,6 +1,7 @@
-"""Lists the tensors at the memory peak, measured and simulated, to explain a wrong prediction.
+"""Lists the tensors that exist at the memory peak, measured and simulated, to explain a wrong prediction.
 
-Sizes are multiples of 512 bytes. Names are Python frames, and empty on the CPU.
+Sizes are multiples of 512 bytes. A measured tensor is named after the Python frame that allocated it; on the CPU it has
+no name.
 """
 
 import gc
@@ -22,8 +23,8 @@ Returned = TypeVar("Returned")
 
 
 def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
-    """Returns the tape of (address, bytes, name). Negative bytes free the address; frees of older blocks are left
-    out."""
+    """Returns a tape (list of allocations and frees) with the `changes`, each (address, bytes, name). Negative bytes
+    free the address. Frees of an address that `changes` did not allocate are left out."""
     living: dict[int, int] = {}
     operations = []
     for number, (address, size, name) in enumerate(changes):
@@ -36,7 +37,8 @@ def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
 
 
 def tape_of_cpu(work: Callable[[], Returned]) -> tuple[Tape, Returned]:
-    """Returns the tape of the CPU's allocations while `work` runs, and the result of `work`."""
+    """Calls `work()`. Returns the tape (list of allocations and frees) of the CPU's memory meanwhile, and the result of
+    `work`."""
     enabled = gc.isenabled()
     collect_garbage()
     # The cycle collector would free at arbitrary moments.
@@ -61,8 +63,8 @@ def _allocations(events: Sequence) -> Iterator:
 
 
 def tape_of_history(entries: Sequence[dict]) -> Tape:
-    """Returns the tape of one device's trace in `torch.cuda.memory._snapshot()`, recorded from an empty allocator
-    on."""
+    """Returns the tape (list of allocations and frees) of one GPU. `entries`: its trace in
+    `torch.cuda.memory._snapshot()`, recorded since the allocator was empty."""
     signs = {"alloc": 1, "free_requested": -1}  # what is free, but waits for another stream, is not allocated
     return tape_of(
         [
@@ -104,8 +106,9 @@ def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
 
 
 def differences(measured: Tape, simulated: Tape) -> dict:
-    """Returns a row's fields: the largest groups at both peaks, [bytes, count, bytes of each, name]; sizes that differ,
-    [bytes, measured count, simulated count]; and the replayed peaks."""
+    """Compares two tapes (lists of allocations and frees) at their peaks, and returns fields for a row of results: the
+    largest groups of tensors at each peak, [bytes, count, bytes of each, name]; the sizes whose counts differ, [bytes,
+    measured count, simulated count]; and the peaks of `measured` in a model of the allocator."""
     found, expected = live_at_peak(measured), live_at_peak(simulated)
     counts = [Counter(), Counter()]
     for count, groups in zip(counts, (found, expected), strict=True):

@@ -1,4 +1,5 @@
-"""The process of one job: calls the job's function, writes its rows. Programs start it, never a user.
+"""Runs one job in a process of its own: calls the job's function, and writes its rows of results. Programs start this
+process, never a user.
 
     python -m experiments.harness.child probe        describes this machine, as JSON on stdout
     python -m experiments.harness.child '{task}'     one job; exit code 0 if every check held, 3 if one did not
@@ -38,9 +39,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Setting:
-    """The circumstances of a job. `scratch`: a folder that is removed afterwards. `record(detail, values, checks)`
-    writes a row, and returns whether all checks held. `kept`: folder for files beside the rows, or None. `stand_in`: no
-    real GPU, so times mean nothing. `flops_per_second`: of large 16-bit products."""
+    """Describes how a job runs. `scratch`: a folder that is removed after the job. `record(detail, values, checks)`
+    writes a row, and returns True if all checks held. `kept`: folder for files next to the rows; None: write none.
+    `stand_in`: True if the GPU is only simulated, so times mean nothing. `flops_per_second`: the device's, in large
+    16-bit matmuls."""
 
     device: str
     dry_run: bool
@@ -53,12 +55,13 @@ class Setting:
     flops_per_second: float = float("inf")
 
     def expect(self, planned_seconds: float) -> None:
-        """Announces the planned seconds of the next work on this card."""
+        """Tells the command that started this job how many seconds the next work should take. The command ends a job
+        that takes much longer."""
         self._begin(None, planned_seconds)
 
     def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
-        """Runs the case `work`, writes its row and returns its result. A case that ended in an earlier process of this
-        job only returns its known result. Call it in a fixed order."""
+        """Calls `work`, the function of the case `case`, writes a row and returns the result. If the case ended in an
+        earlier process of this job, only returns that result. A job must call this for its cases in a fixed order."""
         progress = Progress(self.scratch)
         known = progress.done().get(case)
         if known is not None:
@@ -90,7 +93,8 @@ def main() -> int:
 
 
 def run(task: dict) -> int:
-    """Calls a job's function, `task["target"]`, and writes its rows. Returns the exit code."""
+    """Runs the job that `task` describes: calls its function, named in `task["target"]`, and writes its rows. Returns
+    the exit code: 0 if every check held, else 3."""
     path, scratch = Path(task["rows"]), Path(task["scratch"])
     started = last = time.perf_counter()
 
@@ -124,13 +128,14 @@ def run(task: dict) -> int:
 
 
 def named(name: str):
-    """Returns "module:attribute". Jobs name functions of other experiments in this way, and import none."""
+    """Imports and returns the object that `name`, "module:attribute", refers to. So a job can name a function of
+    another experiment without importing it."""
     module, attribute = name.split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def machine_here() -> dict:
-    """Returns the result of `probe` in another process; no names if lowmem cannot be imported."""
+    """Returns the result of `probe`, called in another process. It has no device names if lowmem cannot be imported."""
     # A CUDA context in this process would take memory from every job.
     command = [sys.executable, "-m", "experiments.harness.child", "probe"]
     result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
@@ -150,7 +155,7 @@ def probe() -> dict:
 
 
 def output_of(scratch: Path) -> str | None:
-    """Returns the end of a job's stderr, or None."""
+    """Returns the end of a job's stderr, or None if the job wrote nothing. `scratch`: the job's folder."""
     path = scratch / "stderr.txt"
     text = path.read_text(errors="replace")[-OUTPUT_CHARACTERS:] if path.exists() else ""
     return text or None

@@ -1,7 +1,7 @@
 """Reads CIFAR-10: images fp32 [N, 3, 32, 32] from -1 to 1, and labels int64 [N].
 
-A folder is the archive's (`cifar-10-batches-py`, or its parent), or has images by class: `train/<class>/*.png` and
-`test/<class>/*.png`.
+A folder of data is the unpacked archive (`cifar-10-batches-py`, or its parent). Or it has images in a folder for each
+class: `train/<class>/*.png` and `test/<class>/*.png`.
 """
 
 import io
@@ -27,8 +27,8 @@ _ARRAYS = {
 
 
 def read(folder: str | None, train: bool) -> Samples:
-    """Returns images and labels. `folder` None: from the cache of `datasets`, or the hub. Raises InputError for missing
-    or other data."""
+    """Returns the images and labels of the training set, or of the test set if `train` is False. `folder` None: reads
+    the cache of the package `datasets`, or the hub. Raises InputError if the data is missing or is not CIFAR-10."""
     if folder is None:
         return _from_hub("train" if train else "test")
     place = Path(folder).expanduser()
@@ -45,7 +45,7 @@ def read(folder: str | None, train: bool) -> Samples:
 
 
 class _Arrays(pickle.Unpickler):
-    """Unpickles arrays only, because a pickle may name any function of the machine."""
+    """Unpickles NumPy arrays only, because other pickles may call any function. Raises UnpicklingError for these."""
 
     def find_class(self, module: str, name: str):
         if (module, name) not in _ARRAYS:

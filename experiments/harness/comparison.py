@@ -1,4 +1,4 @@
-"""Judges trainings and differences; NaN always counts. Imports no PyTorch."""
+"""Finds trainings that diverged, and the largest of several differences; never passes over NaN. Imports no PyTorch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ MOST_RISE = 2.0  # of a loss, over the first one: a small sample's noise is less
 
 
 def worst(numbers: Iterable[float]) -> float:
-    """Returns the largest number, 0 of none, or NaN if any is NaN."""
+    """Returns the largest number; NaN if any is NaN, 0 if there are no numbers."""
     numbers = [float(number) for number in numbers]
     return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)  # which max() may pass over
 

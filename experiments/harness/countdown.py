@@ -1,4 +1,4 @@
-"""Tells a person how far a long command is."""
+"""Prints how far a long command is, and how long the rest will take."""
 
 import sys
 import threading
@@ -19,7 +19,8 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Runs `work(over)` in a thread during the block, whose end sets the event `over`."""
+    """Runs `work(over)` in a thread while the code inside `with` runs. Then sets the event `over`, and waits for the
+    thread."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), daemon=True)
     thread.start()
@@ -31,9 +32,9 @@ def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 class Countdown:
-    """Says on stderr which case is under way and how long the rest takes, also while a case runs.
+    """Prints on stderr which case is running and how long the rest will take, also while a case runs.
 
-    `expected`: {case: its seconds elsewhere}; if all are 0, no remaining time is said.
+    `expected`: {case: seconds that it should take}; if all are 0, no remaining time is printed.
     """
 
     def __init__(self, expected: Mapping[str, float], every_seconds: float = EVERY_SECONDS):
@@ -45,7 +46,8 @@ class Countdown:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Announces the case `name`, which runs during the block."""
+        """Prints that the case `name` begins. Inside `with`, where the case must run, repeats this with the time so
+        far."""
         number = self._count - len(self._expected) + 1
         title, began = f"{number} of {self._count}: {name}", time.perf_counter()
         self._say(title + self._rest("about {} left"))

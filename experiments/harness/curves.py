@@ -1,4 +1,4 @@
-"""Runs trainings that learn: a row of each, and their loss curves in one picture."""
+"""Runs trainings, appends a row of results for each, and draws their loss curves and accuracies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Learned:
 
 
 def learned(program: str, arguments: list[str], path: Path, trainings: Mapping[str, Callable[[], dict]]) -> list[dict]:
-    """Appends a row for each training, and returns the rows. A training returns a row's values, with `losses` by update
-    and `test_accuracy`."""
+    """Runs each training, appends its row to the file `path`, and returns all rows. `trainings`: {title: a function
+    that trains and returns a row's values}. The values include `losses` by update and `test_accuracy`."""
     common = {"sources": row_file.sources(program)} | row_file.made_by(program, arguments)
     countdown = Countdown(dict.fromkeys(trainings, 0.0))  # how long each takes is not known
     made = []
@@ -45,7 +45,8 @@ def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def draw_learned(panels: Mapping[str, Mapping[str, Learned]], path: Path) -> None:
-    """Draws trainings as PNG: for each title a row with losses by update, and accuracies beside them."""
+    """Draws trainings as PNG. `panels`: {title: {name of a training: its results}}. Each title gets a row: losses by
+    update, and next to them the accuracies."""
     figure = pictures.figure(WIDTH, 2.9 * len(panels))
     rows = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 1))
     for (axes, beside), (title, trainings) in zip(rows, panels.items(), strict=True):

@@ -47,8 +47,8 @@ def peer_errors() -> Iterator[None]:
 
 
 def run(work: Work, folder: Path, ranks: int) -> None:
-    """Calls `work(folder, rank)` in a process for each rank, and waits. If one fails, ends all and raises ProcessFailed
-    with the first cause."""
+    """Calls `work(folder, rank)` in a process for each rank, and waits for all. The processes write their output into
+    `folder`. If one fails, ends all and raises ProcessFailed with the first cause."""
     processes: list[Process] = []
     before = signal.signal(signal.SIGTERM, _interrupt)  # so that callers tidy up, as after Ctrl-C
     try:
@@ -101,7 +101,8 @@ def is_one_of_torchruns() -> bool:
 
 
 def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
-    """Joins the process group, and returns this process's device. `folder` None: as torchrun's variables say."""
+    """Joins the process group (NCCL on GPUs, else gloo), and returns this process's device. `folder`: a folder that all
+    processes share, to find each other; None: torchrun's environment variables tell rank and address."""
     torch.set_num_threads(THREADS)
     device = device_of(rank, ranks)
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
@@ -111,7 +112,8 @@ def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
 
 @contextlib.contextmanager
 def threads_of_a_process() -> Iterator[None]:
-    """Gives this process the threads of one of a group, during the block, for the same bits."""
+    """Inside `with`, lets PyTorch use as many CPU threads as in a process of a group. So this process computes the same
+    bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
@@ -121,12 +123,14 @@ def threads_of_a_process() -> Iterator[None]:
 
 
 def new(ranks: list[int]) -> dist.ProcessGroup:
-    """Returns a group of some processes. All processes must call it."""
+    """Returns a process group of the processes `ranks`. All processes must call it, also those outside of this
+    group."""
     return dist.new_group(ranks, timeout=TIMEOUT)
 
 
 def device_of(rank: int, ranks: int) -> torch.device:
-    """Selects and returns a GPU for each process, or the CPU if there are too few GPUs."""
+    """Returns the device of the process `rank`: its own GPU, which it also selects. Returns the CPU if this machine has
+    fewer GPUs than processes."""
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if not torch.cuda.is_available() or torch.cuda.device_count() < here:
         return torch.device("cpu")

@@ -19,8 +19,8 @@ CASES = ["rank 0", "rank 2", "the command"]
 
 
 def ended(module: str, who: str) -> dict:
-    """Runs `python -m module`, and kills (SIGKILL) `who` of CASES. Returns the seconds until all processes are gone,
-    the command's stderr and its exit code."""
+    """Runs `python -m module`, and kills the process `who` (an entry of CASES) by SIGKILL. Returns the seconds until
+    all of its processes are gone, the command's stderr and its exit code."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", module, "--steps", "1000000", "--out", out]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -36,7 +36,7 @@ def ended(module: str, who: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns a table of rows with the fields of `ended`."""
+    """Returns a Markdown table. `rows`: rows of results, one for each process that was killed."""
     lines = [[row["options"], f"{row['seconds']:.1f}", str(row["exit_code"]), row["said"]] for row in rows]
     return markdown(("killed", "seconds", "exit code of the command", "what it says"), lines)
 

@@ -1,4 +1,4 @@
-"""Measures the GPU memory of work. One process measures many cases, each from an empty allocator.
+"""Measures the GPU memory that a function takes. One process measures many functions, each from an empty allocator.
 
 On the CPU (a dry run), the profiler's memory events go through the model of the caching allocator, caps included.
 """
@@ -35,8 +35,8 @@ Returned = TypeVar("Returned")
 
 @dataclass(frozen=True)
 class Measured(Generic[Returned]):
-    """Peaks of a case. `returned`: by the work. `left_bytes`: reserved before the case. `tape`: the allocations, if
-    recorded."""
+    """Holds the memory peaks of a function. `returned`: its result. `left_bytes`: reserved before it was called.
+    `tape`: its allocations and frees, or None if they were not recorded."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -47,14 +47,16 @@ class Measured(Generic[Returned]):
 
 @dataclass(frozen=True)
 class Ran:
-    """Steps of training. `step_seconds`: the median from the third step on."""
+    """Holds results of a short training. `step_seconds`: the median from the third step on. `updates`: steps that
+    updated weights."""
 
     step_seconds: float
     updates: int
 
 
 def capped_device(setting: Setting) -> torch.device:
-    """Sets training's environment and the job's cap of GPU memory. Call it before CUDA starts."""
+    """Sets training's environment variables and the job's cap of GPU memory, and returns the job's device. Must be
+    called before CUDA starts."""
     devices.set_environment()
     device = torch.device(setting.device)
     Budget(device, setting.gpu_limit_bytes, None).apply()
@@ -75,7 +77,8 @@ def precisions(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
-    """Returns the device, set up as for training, its card (None on the CPU), and the target to simulate."""
+    """Sets up the job's device as for training. Returns the device, its card (None on the CPU), and its description for
+    the simulation."""
     devices.set_environment()
     if setting.device == "cpu":
         return torch.device("cpu"), None, cpu_target()
@@ -88,8 +91,8 @@ def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
 def measure(
     work: Callable[[], Returned], device: torch.device, limit_bytes: int | None = None, *, history: bool = False
 ) -> Measured[Returned] | None:
-    """Runs `work` from an empty allocator on. Returns None if memory ran out under the cap. `history`: records the
-    tape, as the CPU always does."""
+    """Empties the allocator, calls `work` and returns its memory peaks. Returns None if memory ran out under the cap
+    `limit_bytes` (None: no cap). `history`: also records allocations and frees, as always on the CPU."""
     _empty(device)
     if device.type == "cpu":
         tape, returned = tape_of_cpu(work)

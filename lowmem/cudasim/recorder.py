@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code inside `with` as a region (a part of the tape that `replay` can repeat), whose storages are
+        """Records the code inside `with` as a region: a part of the tape that `replay` can repeat. Its storages are
         called `name`. Raises AssertionError if the code frees an older storage that the region `earlier` did not
         allocate."""
         self.take_workspaces()  # not inside the region: a replay would take them again
