@@ -15,9 +15,9 @@ BLOCKS = ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers")  #
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shape. `hub`: name on the Hugging Face hub. `kind`: model type in transformers. `fields`: entries of
-    config.json that affect memory and are not the default. `parameters`: the published count. `source`: of the
-    config."""
+    """Describes the shape of a model. `hub`: its name on the Hugging Face hub. `kind`: model type in transformers.
+    `fields`: entries of config.json that affect memory and are not the default. `parameters`: the published count, or
+    None. `source`: of the config."""
 
     name: str
     hub: str
@@ -27,8 +27,8 @@ class Model:
     source: str
 
     def config(self, blocks: int | None = None) -> PretrainedConfig:
-        """Returns the config of the model, or of a slice with `blocks` blocks (an encoder-decoder: of each kind).
-        Raises InputError if the model has fewer."""
+        """Returns the config of the model, or of a slice that has only `blocks` blocks. A slice of an encoder-decoder
+        has `blocks` in the encoder and as many in the decoder. Raises InputError if the model has fewer."""
         if blocks is None:
             return CONFIG_MAPPING[self.kind](**self.fields)
         counts = [name for name in BLOCKS if name in self.fields]
@@ -38,7 +38,7 @@ class Model:
         return CONFIG_MAPPING[self.kind](**self.fields | dict.fromkeys(counts, blocks))
 
     def write(self, folder: Path, blocks: int | None = None) -> Path:
-        """Writes config.json of the model or of a slice into `folder`, and returns `folder`."""
+        """Writes config.json into `folder`: the model's, or that of a slice with `blocks` blocks. Returns `folder`."""
         config = self.config(blocks)
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)

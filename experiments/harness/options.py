@@ -28,7 +28,8 @@ def without_options(program: str, doc: str, command: Callable[[], None]) -> int:
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Returns the result of `command`, or prints its error and returns the exit code: 1 if a started process failed."""
+    """Calls `command` and returns its exit code. If it raises a LowmemError, prints the error and returns the error's
+    exit code. Returns 1 if a process that it started failed, or after Ctrl-C."""
     try:
         return command()
     except (LowmemError, subprocess.CalledProcessError) as error:
@@ -41,7 +42,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def is_first() -> bool:
-    """Returns False in torchrun's processes of other ranks than 0."""
+    """Returns True for the process of rank 0, and if torchrun did not start this process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -63,7 +64,7 @@ positive = at_least(int, 1)
 
 
 def size(typed: str) -> int:
-    """Reads a size such as 11GiB, in bytes."""
+    """Returns a size such as "11GiB" in bytes, as an argparse type. Raises ArgumentTypeError for any other text."""
     try:
         return parse_size(typed)
     except (InputError, ValueError) as error:
@@ -71,15 +72,17 @@ def size(typed: str) -> int:
 
 
 def under_runs(committed: Path) -> Path:
-    """Returns the default output for a file or folder of committed rows: under runs/."""
+    """Returns the default output path of a command, under runs/, so that rows in the repository are not overwritten.
+    `committed`: the file or folder of these rows. For experiments/bench/results/rows.jsonl, returns
+    runs/bench/rows.jsonl."""
     # Only --rows or --out overwrites committed rows.
     parts = committed.resolve().relative_to(ROOT / "experiments").parts
     return Path("runs", *(part for part in parts if part != "results"))
 
 
 def make_folder(path: Path, *older: str) -> None:
-    """Makes the folder, and removes files of the names `older`. Raises InputError if the folder cannot be written
-    to."""
+    """Makes the folder that --out names, and removes from it the files named `older`. Raises InputError if the folder
+    cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -91,7 +94,7 @@ def make_folder(path: Path, *older: str) -> None:
 
 
 def check_rows(path: Path, option: str = "--rows") -> None:
-    """Raises InputError if no row can be appended to the file that `option` names."""
+    """Raises InputError if no row can be appended to the file `path`, the value of `option`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):

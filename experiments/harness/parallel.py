@@ -20,9 +20,10 @@ TASK, TOLD = "task.pt", "told.pt"
 
 
 def train(work: str, job: Any, ranks: int, prepare: Callable[[], None] | None = None) -> list | None:
-    """Calls `work`, a "module:function", in each process as work(job, rank, device). Returns all results by rank; None
-    in torchrun's processes of other ranks than 0. `prepare`: called first in a new process. Raises ProcessFailed, with
-    the cause."""
+    """Calls `work`, a function named "module:function", in each of `ranks` processes: work(job, rank, device). Starts
+    them, unless torchrun has. Returns all results by rank; None in torchrun's processes of other ranks than 0.
+    `prepare`: called first in each process that is started here. Raises ProcessFailed, with the cause, if such a
+    process fails."""
     if group.is_one_of_torchruns():
         rank = int(os.environ["RANK"])
         device = group.begin(None, rank, ranks)
@@ -57,7 +58,8 @@ def _told(work: str, job: Any, rank: int, device: torch.device) -> list | None:
 
 
 def write_report(report: dict, out: Path, said: str) -> None:
-    """Writes report.json, draws its losses and prints `said`. Raises LowmemError if the training diverged."""
+    """Writes `report` into the folder `out`, draws its losses there, and prints `said`. Raises LowmemError if the
+    training diverged."""
     if report["losses"]:
         draw_curves(report["losses"], out / "curves.png")
     write_json(out / "report.json", report)

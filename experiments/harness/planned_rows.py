@@ -1,4 +1,5 @@
-"""Makes a table of plans, one row for each case, in several processes."""
+"""Makes plans (predictions of memory and time) for a list of cases, and a row of results for each. Uses several
+processes."""
 
 import argparse
 import signal
@@ -22,7 +23,7 @@ from lowmem.errors import InputError, LowmemError
 
 
 class Case(Protocol):
-    """A plan to be made. Cases are sent to other processes."""
+    """Describes a plan to be made. Cases are sent to other processes, so they must be picklable."""
 
     @property
     def name(self) -> str: ...
@@ -36,9 +37,9 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """A program that makes such rows. `file`: the committed rows. `cases`: the slowest first. `line`: formats a row for
-    people. `jobs`: default number of processes; a single one shows its progress. `code`: further source files of the
-    rows."""
+    """Implements a command that makes a plan and a row of results for each case. `file`: rows in the repository.
+    `cases`: the slowest first. `line`: formats a row for people. `jobs`: default number of processes; with 1, progress
+    is printed. `code`: further source files that the rows depend on."""
 
     program: str
     description: str
@@ -53,17 +54,19 @@ class PlannedRows:
         return row_file.plan_sources(own, "experiments/harness/planned_rows.py", *self.code)
 
     def committed(self) -> list[dict]:
-        """Returns the newest row of each case."""
+        """Returns the newest row of each case in `file`, the rows in the repository."""
         return list({row["name"]: row for row in row_file.read(self.file)}.values())
 
     def expected_seconds(self, cases: Sequence[Case]) -> dict[str, float]:
-        """Returns each plan's seconds by the committed rows; for a case without a row, the median."""
+        """Returns {name of a case: seconds that its plan took}, by the rows in the repository. A case without a row
+        gets the median."""
         known = {row["name"]: row["planning_seconds"] for row in self.committed() if "planning_seconds" in row}
         usual = statistics.median(known.values()) if known else 0.0
         return {case.name: known.get(case.name, usual) for case in cases}
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Plans the chosen cases without a row of the same sources. Returns the exit code."""
+        """Makes plans and rows for the cases that the options choose. Leaves out cases that have a row made by the same
+        source code. Returns the exit code."""
         arguments = sys.argv[1:] if arguments is None else arguments
         options = self._parser().parse_args(arguments)
         try:
@@ -121,7 +124,8 @@ class PlannedRows:
 
 
 def planned(case: Case) -> dict[str, Any]:
-    """Returns the values of a case's plan, or `error`. `planning_seconds` is processor time."""
+    """Makes the plan of `case` and returns its values. If there is no plan, `error` says why; else it is None.
+    `planning_seconds` is processor time."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     began, values = time.process_time(), {"error": None}

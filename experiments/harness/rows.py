@@ -1,7 +1,7 @@
-"""The results file: one JSON object per line.
+"""Writes and reads files of results: one JSON object, a row, per line.
 
-A row has figures (`values`), conditions that must hold (`checks`), and everything needed to measure again. Rows "job:
-detail" are parts; the row "job" ends it.
+A row has figures (`values`), conditions that must hold (`checks`), and everything needed to measure again. A job writes
+a row "job: detail" for each of its parts, and the row "job" at its end.
 """
 
 import ast
@@ -25,17 +25,18 @@ KEYS = (
 
 
 def on_stand_in() -> bool:
-    """Returns whether this process runs on the stand-in for a GPU (stand_in/)."""
+    """Returns True if this process runs on the stand-in for a GPU (stand_in/)."""
     return bool(os.environ.get("STAND_IN_LIBRARIES"))
 
 
 def computes_values() -> bool:
-    """Returns False on the stand-in without --values, where kernels write nothing."""
+    """Returns False on the stand-in for a GPU without --values, where kernels write nothing; else True."""
     return not on_stand_in() or bool(os.environ.get("STAND_IN_VALUES"))
 
 
 def card_counts() -> dict[str, int]:
-    """Returns the counters of the stand-in's card; {} elsewhere."""
+    """Returns the counters (launches, copies, bytes) of the stand-in for a GPU; {} if this process does not run on
+    it."""
     if not on_stand_in():
         return {}
     from stand_in.card_library import counts
@@ -44,7 +45,8 @@ def card_counts() -> dict[str, int]:
 
 
 def through_stand_in() -> list[str]:
-    """Returns the words before -m that start a command on the same stand-in; [] without."""
+    """Returns arguments of Python that run a command on the stand-in for a GPU, with this process's settings. Returns
+    [] if this process does not run on it."""
     if not on_stand_in():
         return []
     found = os.environ
@@ -69,7 +71,8 @@ def make_row(
     error: str | None = None,
     output: str | None = None,
 ) -> dict:
-    """Returns a row with all KEYS. `common`: the fields that all rows of a job share. `output`: the end of stderr."""
+    """Returns a row with the fields KEYS. `common`: the fields that all rows of a job share. `output`: the end of the
+    job's stderr. The row is `ok` if there is no error and all checks hold."""
     checks = checks or {}
     row = common | {
         "name": name,
@@ -97,7 +100,7 @@ def append(path: Path, row: dict) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns all complete rows; [] without a file."""
+    """Returns all rows of the file; [] if it does not exist. Skips lines that are incomplete."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -138,8 +141,8 @@ def commit() -> str | None:
 
 
 def sources(target: str) -> str:
-    """Returns a digest of the code that makes the rows of a job: lowmem, and the experiments that it calls. `target`:
-    "module" or "module:function"."""
+    """Returns a digest of the code that makes the rows of `target`, a "module" or "module:function". The code is
+    lowmem, the experiment's own folder, and the folders that experiments share."""
     folders = {"harness", "gpu_acceptance", "memory_estimation", *target.split(":")[0].split(".")[1:2]}
     return digest("lowmem/**/*.py", "train_gpt2_*.py", *(f"experiments/{folder}/*.py" for folder in sorted(folders)))
 
@@ -152,8 +155,8 @@ def plan_sources(*own: str) -> str:
 
 # A commit's name says nothing about a working tree that was changed since, so the code itself is hashed.
 def digest(*patterns: str) -> str:
-    """Returns a digest of the files that match the globs, except files that only show rows. Of Python, only the code
-    counts."""
+    """Returns a digest of the files that match the globs, except files that only show rows. Of Python files,
+    docstrings, comments and blank lines do not count."""
     found = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         if path.name in ("table.py", "tables.py", "predicted.py", "__init__.py"):
@@ -179,7 +182,8 @@ def code_of(source: bytes) -> bytes:
 
 
 def made_by(program: str, arguments: list[str]) -> dict:
-    """Returns the fields that all rows of one call of `python -m program` share, outside of jobs."""
+    """Returns the fields that all rows of one call of `python -m program` share, such as command, commit and date. Rows
+    of jobs have other fields (`make_row`)."""
     from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
@@ -193,8 +197,8 @@ def made_by(program: str, arguments: list[str]) -> dict:
 
 
 def portable(argument: str) -> str:
-    """Returns `argument` without this machine's folders: a path in the repository becomes relative, any other its last
-    name."""
+    """Returns a command-line argument without this machine's folders. An absolute path in the repository becomes
+    relative; of any other absolute path, only the last name is kept."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)
     if not path.is_absolute():

@@ -26,14 +26,14 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def source_bytes(length: int) -> Tensor:
-    """Returns the source files of the standard library's top level, uint8 [N, length]."""
+    """Returns the text of the standard library's top-level source files as bytes, uint8 [N, length]."""
     text = b"".join(path.read_bytes() for path in _source_files())
     rows = len(text) // length
     return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).view(rows, length)
 
 
 def source_tokens(length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Returns the text of `source_bytes` as ids of `tokenizer`, int64 [N, length]."""
+    """Returns the text of the standard library's top-level source files as ids of `tokenizer`, int64 [N, length]."""
     if is_byte_level(tokenizer):
         return source_bytes(length).long()
     files = [path.read_text(encoding="utf-8") for path in _source_files()]
@@ -46,12 +46,14 @@ def _source_files() -> list[Path]:
 
 
 def parted(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns inputs and targets for training, then those for testing: every sixth sample."""
+    """Splits samples into two parts; every sixth is for testing. Returns (training inputs, training targets, test
+    inputs, test targets)."""
     tested = torch.arange(len(inputs)) % TEST_EVERY == TEST_EVERY - 1
     return inputs[~tested], targets[~tested], inputs[tested], targets[tested]
 
 
 def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:
-    """Returns the indices of a step's random samples, int64 [size], equal in every process."""
+    """Draws `size` of `samples` samples for a training step. Returns their indices, int64 [size], equal in every
+    process."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return torch.randint(0, samples, (size,), generator=generator)

@@ -1,4 +1,4 @@
-"""Measures the command lines of sections, and makes a page with a table per section."""
+"""Measures an experiment's command lines, which are sorted into sections. Makes a page with a table per section."""
 
 import argparse
 import sys
@@ -21,9 +21,9 @@ def measure(
     arguments: list[str] | None,
     sources: str | None = None,
 ) -> int:
-    """Appends a row for each chosen command line of `cases`, and prints the page. `values_of(section, command line)`
-    measures. `committed`: rows in the repository. `sources`: digest of the code; None: the program's. Returns the exit
-    code."""
+    """Measures the command lines that the options choose from `cases`, {section: its command lines}. Appends a row for
+    each, and prints the page of all rows. `values_of(section, command line)` returns what a row measures. `committed`:
+    the file of rows in the repository. `sources`: digest of the code; None: the program's. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {program}", allow_abbrev=False)
     parser.add_argument("--only", choices=cases, action="append", help="default: all of them")
@@ -51,7 +51,8 @@ def newest(rows: Iterable[dict], *sections: str) -> list[dict]:
 
 
 def page(rows: list[dict], sections: Iterable[Section], newest: Callable[..., list[dict]] = newest) -> str:
-    """Returns a title and a table for each section with rows, and the machine of the last row."""
+    """Returns Markdown: a title and a table for each of the `sections` that has rows, and the machine of the last row.
+    `newest(rows, *names)` returns the rows of one table, which shows the sections with these names."""
     parts = []
     for names, title, table in sections:
         if found := newest(rows, *names):

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and their places between marks in a file."""
+"""Makes tables in Markdown, and writes them into files, between two marks."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +15,8 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def runs_twice(choice: dict) -> bool:
-    """Returns whether forward and backward run twice a step, by a row's `choice`."""
+    """Returns True if each step runs forward and backward twice. `choice`: the layout of the step in a row of
+    results."""
     return choice.get("fate") == "dropped" or choice.get("norm_first", False)  # older rows have norm_first
 
 
@@ -44,7 +45,7 @@ def put_all(pages: Iterable[Page]) -> None:
 
 
 def written(path: Path, begin: str) -> str:
-    """Returns the text that `put` wrote."""
+    """Returns the text between the mark `begin` and the next END, where `put` writes."""
     return _parts(path, begin)[1].strip("\n")
 
 

@@ -18,8 +18,8 @@ _PR_SET_PDEATHSIG = 1  # of Linux, sys/prctl.h
 def start(
     arguments: Sequence[str], ranks: int = 2, restarts: int = 0, meeting: Sequence[str] = ("--standalone",), **how
 ) -> subprocess.Popen:
-    """Starts a script in `ranks` processes, which torchrun restarts up to `restarts` times. `meeting`: torchrun's
-    rendezvous options. `how`: arguments of Popen."""
+    """Starts torchrun, which runs a script in `ranks` processes and restarts them up to `restarts` times. `arguments`:
+    the script and its arguments. `meeting`: torchrun's rendezvous options. `how`: arguments of Popen."""
     launcher = [*meeting, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, *arguments]
     # A second attempt may hang with the store of the first (pytorch#135712).
@@ -34,7 +34,7 @@ def _end_with_parent() -> None:
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:
-    """Returns {rank: process id} of torchrun's processes."""
+    """Returns {rank: process id} of the script's processes. `process`: torchrun."""
     found = {}
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.Error, KeyError):  # one that has just ended, or is no rank

@@ -1,6 +1,7 @@
-"""Small trainings in every layout, for tests and experiments that compare bits.
+"""Makes small trainings in every layout, for tests and experiments that compare bits.
 
-No layout may change a bit of the weights, low halves, m, v, losses and norms of PLAIN.
+A layout says how a step is cut and where tensors are stored. PLAIN is the simplest. Any other must give bitwise equal
+weights, low halves, moments, losses and norms.
 
     step, store = make_step(model, precision="bf16", **PLAIN | LAYOUTS["streamed, deferred"])
     outcome = train(step, store, batches)
@@ -98,7 +99,7 @@ class Shape:
 
     @classmethod
     def of(cls, tiny: bool, dropout: float) -> "Shape":
-        """Returns a shape of 35 million parameters; of 30 thousand if `tiny`."""
+        """Returns the shape of a training: a GPT-2 of 35 million parameters, or of 30 thousand if `tiny`."""
         layers, width, heads, vocabulary, seq, steps = (3, 32, 2, 101, 16, 2) if tiny else (8, 512, 8, 16384, 256, 4)
         config = GPT2Config(
             n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=seq, bos_token_id=0,
@@ -107,7 +108,8 @@ class Shape:
         return cls(config, seq, batch=8, steps=steps)
 
     def batches(self) -> list[Batch]:
-        """Returns batches of half-predictable tokens, with a different number of trained tokens in each row."""
+        """Returns a batch for each step. Every second token follows from the one before it; all others are random. Each
+        row has a different number of trained tokens."""
         generator = torch.Generator().manual_seed(4)
         batches = []
         for _ in range(self.steps):
@@ -137,7 +139,8 @@ class Outcome:
 
     @classmethod
     def of(cls, results: Sequence[StepResult], store: Store, page_locked: bool = True) -> "Outcome":
-        """Collects the outcome after `TrainingStep.flush`."""
+        """Collects the losses, norms, weights and optimizer states of a training. Must be called after
+        `TrainingStep.flush`, which makes all updates."""
         states = {
             f"{part.name} {key}": tensor.to("cpu", copy=True)
             for part in store.parts
@@ -148,7 +151,7 @@ class Outcome:
         return cls(losses, norms, updated, weights, states, page_locked)
 
     def differences(self, other: "Outcome") -> list[str]:
-        """Names everything that is not bitwise equal."""
+        """Returns the names of everything that is not bitwise equal in both outcomes."""
         found = [name for name in ("losses", "norms", "updated") if getattr(self, name) != getattr(other, name)]
         for mine, theirs in ((self.weights, other.weights), (self.states, other.states)):
             assert mine.keys() == theirs.keys()
@@ -164,9 +167,10 @@ def make_step(
     host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0,
     ranks: Ranks = Ranks(), **layout,  # noqa: B008  it does nothing
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
-    """Returns the step that trains `model`, and its store. `weights` None: the model's own. `kept`: as in Layout; a
-    float is a multiple of the number of blocks. `disk_tensor` None: temporary files. Other keywords are Layout's; by
-    default, micro-batches have 2 sequences, and all states are on the device."""
+    """Returns the step that trains `model`, and the store of its weights and optimizer states. `weights` None: the
+    model's own. `kept`: how much blocks save for backward (Layout.kept); a float is a multiple of the number of blocks.
+    `defer`: True if updates may wait for the next step. `disk_tensor` None: temporary files. Other keywords are
+    Layout's; by default, micro-batches have 2 sequences, and all states are on the device."""
     if weights is None:
         weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype, rule = WORKING_DTYPES[precision], get_optimizer(optimizer)
@@ -188,7 +192,8 @@ def train(
     step: TrainingStep, store: Store, batches: Sequence[Batch], rates: Sequence[float] | None = None,
     before_step: Callable[[TrainingStep, int], None] = lambda step, index: None,
 ) -> Outcome:  # fmt: skip
-    """Takes a step per batch. `rates` None: LEARNING_RATE."""
+    """Takes a step for each batch, and returns the outcome. `rates`: the learning rate of each step; None:
+    LEARNING_RATE. `before_step(step, index)` is called before each step."""
     page_locked = store.page_lock()
     results = []
     for index, batch in enumerate(batches):

@@ -17,7 +17,8 @@ DISK_MARGIN_BYTES = 2**30
 
 
 def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
-    """Raises LowmemError if `folder` has no room for `needed_bytes` and DISK_MARGIN_BYTES."""
+    """Raises LowmemError if `folder` has no room for `needed_bytes` and DISK_MARGIN_BYTES. `name`: of the model, for
+    the error's text."""
     needed_bytes += DISK_MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -28,7 +29,8 @@ def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
 
 
 def report_of(command: list[str], out: Path, name: str) -> dict:
-    """Runs `command`, which writes under `out`, and returns its report.json. Raises LowmemError if the run fails."""
+    """Runs `command`, which writes under `out`, and returns its report.json. Raises LowmemError, which names the run
+    `name`, if the run fails."""
     ended = subprocess.run([*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
@@ -53,8 +55,8 @@ def ram_of(report: dict) -> dict:
 
 @contextmanager
 def memory_alone() -> Iterator[None]:
-    """Skips random weights, checkpoints, export, and checks of disk and RAM in this process's runs. GPU memory is
-    unchanged."""
+    """Inside `with`, runs in this process skip random weights, checkpoints, export, and checks of disk and RAM. Their
+    GPU memory is unchanged."""
     with ExitStack() as stack:
         for patched in (
             patch.object(prepare, "random_weights", lambda *arguments: iter(())),
