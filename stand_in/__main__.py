@@ -1,4 +1,4 @@
-"""Runs a command on the stand-in.
+"""Runs a command on the stand-in: PyTorch's CUDA build, on libraries that model a GPU.
 
     .venv-cuda/bin/python -m stand_in [--gpu CARD] [--order ORDER] [--values] ... -- COMMAND [ARGUMENT ...]
 

@@ -1,7 +1,8 @@
 """Computes CUDA's attention operators on the CPU.
 
-The CPU has one operator for it, which takes no dropout; otherwise the plain products and softmax are computed. Their
-backward recomputes them under autograd. Logsumexp is [B, H, T] in fp32; efficient attention pads T to a multiple of 32.
+PyTorch has one attention operator for the CPU, which takes no dropout. For arguments that it does not take, matmuls and
+a softmax are computed; backward computes them again under autograd. Logsumexp is [B, H, T] in fp32; efficient attention
+pads T to a multiple of 32.
 """
 
 import hashlib
@@ -33,7 +34,8 @@ def gradients(
 
 
 def flash_attention(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    """Computes `aten::_scaled_dot_product_flash_attention`: query [B, H, T, D], key and value [B, Hk, S, D]."""
+    """Computes the CUDA operator `aten::_scaled_dot_product_flash_attention` on the CPU. Query is [B, H, T, D], key and
+    value are [B, Hk, S, D]. Returns the operator's nine results, None for those that nobody reads."""
     output, logsumexp, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
     generator = None if seed is None else torch.tensor([seed, 0], dtype=torch.uint64)
     return output, logsumexp, None, None, query.shape[2], key.shape[2], generator, None, None
@@ -50,8 +52,8 @@ def flash_attention_backward(
 def efficient_attention(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
-    """Computes `aten::_scaled_dot_product_efficient_attention`: `attn_bias` [B, H, T, S] is added to the scores, or
-    None."""
+    """Computes the CUDA operator `aten::_scaled_dot_product_efficient_attention` on the CPU. `attn_bias`: [B, H, T, S],
+    added to the scores, or None. Returns the operator's four results, None for those that nobody reads."""
     output, logsumexp, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     if not compute_log_sumexp:
         logsumexp = None
@@ -70,7 +72,8 @@ def efficient_attention_backward(
 
 
 def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor | None, int | None]:
-    """Returns the output [B, H, T, D], logsumexp or None, and the dropout mask's seed or None."""
+    """Returns (output [B, H, T, D], logsumexp, seed of the dropout mask). Without dropout the seed is None. Logsumexp
+    is None if matmuls and a softmax computed the output, and not one operator."""
     if _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):
         found = _aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale

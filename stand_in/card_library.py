@@ -11,7 +11,8 @@ COMPUTATION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
 class Counts(ctypes.Structure):
-    """Counts of calls and bytes since the process began; `peak` is the highest number of bytes."""
+    """Holds the card's counts of calls and bytes since the process began. `device_bytes`, `page_locked_bytes`,
+    `managed_bytes` and `managed_resident_bytes` are those in use now; `peak_` fields are the most so far."""
 
     _fields_ = [
         (name, ctypes.c_uint64)
@@ -26,7 +27,7 @@ class Counts(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns the loaded library. Raises KeyError outside of the stand-in."""
+    """Returns the library that models the card, loaded. Raises KeyError outside of the stand-in."""
     card = ctypes.CDLL(str(Path(os.environ["STAND_IN_LIBRARIES"]) / "libstand_in_card.so"))
     card.card_counts.restype = ctypes.POINTER(Counts)
     card.card_arena.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)]
@@ -42,8 +43,8 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def order(name: str) -> Iterator[None]:
-    """Runs the streams' work in the order `name` (settings.ORDERS) inside the block. Raises ValueError for an unknown
-    order."""
+    """Inside `with`, the card runs the work of its streams in the order `name`, one of settings.ORDERS. Raises
+    ValueError for an unknown order."""
     if not library().card_set_order(name.encode()):
         library().card_set_order(b"issue")
         raise ValueError(f"{name}: no such order of streams")

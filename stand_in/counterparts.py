@@ -1,8 +1,8 @@
 """CPU implementations of CUDA operators that the CPU lacks, or computes with other dtypes or other saved tensors.
 
-A counterpart in COUNTERPARTS takes the operator's arguments on the CPU, and returns its results, None for a tensor that
-nobody reads. Its bits are those of the same model on a CPU. RANDOM operators draw from a generator. SYNCHRONOUS ones
-read a number from device memory to decide on a shape or a result.
+COUNTERPARTS maps an operator to a function that takes the operator's arguments on the CPU and returns its results. A
+result that nobody reads is None. A model gets the bits that it gets on a CPU. RANDOM operators draw from a generator.
+SYNCHRONOUS operators read a number from device memory to decide on a shape or a result.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Replaces the project's own checks of values, for a stand-in that computes none.
+"""Makes the project's own checks of values pass, for a stand-in (a simulated GPU) that computes no values.
 
 A check still allocates and launches, but its verdict is ignored.
 """
@@ -9,7 +9,8 @@ from lowmem.errors import InputError
 
 
 def comparisons() -> None:
-    """Makes checks of a decoder's pieces, and of fused kernels, find no difference; calls `questions`."""
+    """Makes checks of a decoder's pieces, and of fused kernels, find no difference. Also makes `bool(tensor)` True for
+    every CUDA tensor."""
     from lowmem.core.kernels import fused
     from lowmem.models import compatibility
 
@@ -30,7 +31,7 @@ def comparisons() -> None:
 
 
 def questions() -> None:
-    """Makes every value on the card true."""
+    """Makes `bool(tensor)` True for every CUDA tensor."""
     from torch import Tensor
 
     # Models look at masks and positions to see if they need a mask; memory full of zeros would say that they do.

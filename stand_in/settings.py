@@ -1,4 +1,4 @@
-"""Describes the stand-in's card to its libraries, through environment variables, from the project's table of cards."""
+"""Makes environment variables that tell the stand-in's libraries which card of lowmem's table to model."""
 
 import os
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ def environment(
     page_locked_bytes: int = UNLIMITED, devices: int = 1, host_resident: bool = False, values: bool = False,
     order: str = "issue", sanitize: bool = False,
 ) -> dict[str, str]:  # fmt: skip
-    """Returns the environment variables for a process that finds a card of kind `gpu`.
+    """Returns the environment variables for a process that finds a card of kind `gpu`, a name in the table of cards.
 
     Args:
         libraries: build.py's folder.
         architectures: compute capabilities of PyTorch's kernels, 86 for 8.6.
         memory_bytes: the card's memory; None for the table's.
+        page_locked_bytes: host memory that may be page-locked.
+        devices: number of cards.
         host_resident: page-locked memory and destinations of copies take RAM, as with a GPU.
         values: the CPU computes operators; else not even copies write device memory.
-        order: one of ORDERS (card/streams.c).
+        order: in which the work of streams runs, one of ORDERS (card/streams.c).
         sanitize: PyTorch's own checker of streams runs.
     """
     card = CARDS[gpu]

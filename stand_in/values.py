@@ -51,7 +51,8 @@ def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]
 
 @COMPUTATION
 def _run(number: int) -> int:
-    """Runs a computation when a stream of the card reaches it. Returns 0, or 1 for an error."""
+    """Runs the computation `number`. The card calls it when a stream reaches that computation. Returns 0, or 1 for an
+    error."""
     try:
         with _disable_current_modes(), torch.no_grad():
             _computations.pop(number)()
@@ -130,8 +131,9 @@ class Values(TorchDispatchMode):
 
 
 class _Draws:
-    """Maps each seed and offset of CUDA's generator to a state of the CPU's, so that both draw the same dropout masks
-    from one seed. An operator may not draw a number of values that depends on values (poisson does)."""
+    """Maps each seed and offset of CUDA's generator to a state of the CPU's generator. So both draw the same dropout
+    masks from one seed. Not supported: operators such as poisson, which draw more or fewer numbers depending on
+    values."""
 
     def __init__(self):
         self._states: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # of the CPU's generator, 5 KiB each
@@ -140,7 +142,8 @@ class _Draws:
         self._generator = threading.RLock()
 
     def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
-        """Returns the CUDA generator from which `func` will draw, with its seed and offset; None for a CPU's."""
+        """Returns the CUDA generator from which `func` will draw, with its seed and offset; None if `func` draws from a
+        CPU's."""
         given = kwargs.get("generator")
         if given is None:
             given = next((value for value in args if isinstance(value, torch.Generator)), None)
@@ -154,7 +157,9 @@ class _Draws:
         return given, (given.initial_seed(), given.get_offset())
 
     def reserve(self, call: Callable, args: tuple, kwargs: dict, place) -> Callable:
-        """Draws as many numbers as `call` will. Returns a function that calls `call` later from the same state."""
+        """Calls `call` with tensors of ones, to learn the CPU generator's state after it. Returns a function that later
+        calls `call` from the state before. `place`: the CUDA generator that draws, with its seed and offset (from
+        `self.place`)."""
         generator, before = place
         state = self._state(before)
         stand_ins = tree_map(lambda leaf: torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -195,7 +200,8 @@ def _any_cuda(args: tuple, kwargs: dict) -> bool:
 
 
 def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[tuple, dict]:
-    """Returns the arguments of `func` for the CPU: tensors over the CUDA tensors' bytes."""
+    """Returns (args, kwargs) of `func` for the CPU, with CPU tensors that have the CUDA tensors' memory.
+    `computed_on_host`: addresses of the CPU tensors that kernels write."""
     written = {
         id(value)
         for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -226,7 +232,7 @@ def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[
 
 
 def _host_waits(args: tuple, kwargs: dict, result: Any) -> bool:
-    """Returns whether a copy from or to the host has finished when the call returns."""
+    """Returns True if a copy from or to the host has finished when the call returns; False for copies on the card."""
     tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     non_blocking = kwargs.get("non_blocking") or args[2:3] == (True,)
@@ -246,7 +252,8 @@ def _arena() -> tuple[int, int]:
 
 
 def _alias(leaf):
-    """Returns a CPU tensor over the bytes, shape and strides of a tensor; anything else unchanged."""
+    """Returns a CPU tensor that has the memory, shape and strides of the tensor `leaf`. Returns anything else
+    unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_cuda:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 
 class _AfterImport:
-    """Calls `then` after the import of the module `name`, as a finder that finds nothing by itself."""
+    """Calls `then` after the module `name` has been imported. Goes into sys.meta_path, where it lets the other finders
+    find the module."""
 
     def __init__(self, name, then):
         self.name, self.then = name, then
