@@ -106,9 +106,10 @@ def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
 
 
 def differences(measured: Tape, simulated: Tape) -> dict:
-    """Compares two tapes (lists of allocations and frees) at their peaks, and returns fields for a row of results: the
-    largest groups of tensors at each peak, [bytes, count, bytes of each, name]; the sizes whose counts differ, [bytes,
-    measured count, simulated count]; and the peaks of `measured` in a model of the allocator."""
+    """Compares two tapes (lists of allocations and frees) at their peaks, and returns fields for a row of results.
+    `at_measured_peak`, `at_simulated_peak`: the largest groups of tensors, [bytes, count, bytes of each, name].
+    `sizes_that_differ`: [bytes, measured count, simulated count]. `replayed_...`: peaks of `measured` in a model of the
+    allocator."""
     found, expected = live_at_peak(measured), live_at_peak(simulated)
     counts = [Counter(), Counter()]
     for count, groups in zip(counts, (found, expected), strict=True):

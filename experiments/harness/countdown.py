@@ -10,7 +10,7 @@ EVERY_SECONDS = 30.0
 
 
 def span(seconds: float) -> str:
-    """Returns a duration for people, in seconds, minutes or hours."""
+    """Formats a duration for people, in seconds, minutes or hours."""
     for unit, length, least in (("h", 3600, 5400), ("min", 60, 90)):
         if seconds >= least:
             return f"{seconds / length:.1f} {unit}"

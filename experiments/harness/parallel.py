@@ -21,8 +21,8 @@ TASK, TOLD = "task.pt", "told.pt"
 
 def train(work: str, job: Any, ranks: int, prepare: Callable[[], None] | None = None) -> list | None:
     """Calls `work`, a function named "module:function", in each of `ranks` processes: work(job, rank, device). Starts
-    them, unless torchrun has. Returns all results by rank; None in torchrun's processes of other ranks than 0.
-    `prepare`: called first in each process that is started here. Raises ProcessFailed, with the cause, if such a
+    these processes, unless torchrun has. Returns all results by rank; None in torchrun's processes of other ranks than
+    0. `prepare`: called first in each process that is started here. Raises ProcessFailed, with the cause, if such a
     process fails."""
     if group.is_one_of_torchruns():
         rank = int(os.environ["RANK"])

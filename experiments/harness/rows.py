@@ -131,7 +131,7 @@ def summary(row: dict) -> str:
 
 
 def commit() -> str | None:
-    """Returns the checked-out commit, with "+dirty" if files differ; None without git."""
+    """Returns the checked-out commit, with "+dirty" if files other than results have changed; None without git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--", ".", ":!*/results/*", ":!*/results.jsonl")

@@ -52,7 +52,8 @@ def newest(rows: Iterable[dict], *sections: str) -> list[dict]:
 
 def page(rows: list[dict], sections: Iterable[Section], newest: Callable[..., list[dict]] = newest) -> str:
     """Returns Markdown: a title and a table for each of the `sections` that has rows, and the machine of the last row.
-    `newest(rows, *names)` returns the rows of one table, which shows the sections with these names."""
+    Each is (names of sections in rows, title, function that makes the table). `newest(rows, *names)` selects the
+    rows."""
     parts = []
     for names, title, table in sections:
         if found := newest(rows, *names):

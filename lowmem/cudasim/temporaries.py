@@ -67,8 +67,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
     """Returns into how many parts flash attention splits the keys: the fewest that reach 85% of the best occupancy.
-    `blocks`: CUDA blocks without a split. `slots`: CUDA blocks that the GPU runs at once. `key_blocks`: blocks of
-    keys."""
+    `blocks`: CUDA blocks if the keys are not split. `slots`: CUDA blocks that the GPU runs at once. `key_blocks`: tiles
+    of keys, which limit the number of parts."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -80,7 +80,7 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the bytes of temporaries of flash attention's backward. Source:
+    """Returns the bytes of each temporary of flash attention's backward. Source:
     transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * round_up(T, 128)
@@ -124,7 +124,7 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """Returns the bytes of temporaries of memory-efficient attention's backward. Sources:
+    """Returns the bytes of each temporary of memory-efficient attention's backward. Sources:
     transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
