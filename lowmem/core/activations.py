@@ -69,8 +69,8 @@ ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Returns a bias's gradient [I] in fp32: the sum of `rows` [N, I], which is a view of `gradient`. If the kernel
-    that wrote `gradient` has already computed this sum, it is not computed again."""
+    """Returns a bias's gradient [I] in fp32: the sum of the `rows` [N, I] of `gradient`. If the kernel that wrote
+    `gradient` has already computed this sum, it is not computed again."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
     # `differentiate` has noted the sum. It is stale if `gradient` has been written since.
     return noted if version == gradient._version else rows.sum(0, dtype=torch.float32)
@@ -89,10 +89,9 @@ class Inputs:
 
 
 class ActivationForward:
-    """Replaces the forward of `module`, an activation or a gated MLP. Passes the activation's inputs to the next linear
-    layer, as an Inputs object, and that layer computes the activation. Runs the module's own forward instead if the
-    layer cannot read Inputs. Also does so if a user has replaced the activation, or set hooks on it, on the layer or on
-    all modules."""
+    """Replaces the forward of `module`, an activation or a gated MLP. The next linear layer gets Inputs, and computes
+    the activation itself. Runs the module's own forward if that layer cannot read Inputs, or if a user has replaced the
+    activation. Also runs it if a user has set hooks on the layer, on the activation, or on all modules."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
@@ -131,8 +130,8 @@ class ActivationForward:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the one of ACTIVATIONS (SiLU, tanh GELU, exact GELU) that `module` applies; None if it applies none of
-    them. `module` may be an activation, a gated MLP, or any other module."""
+    """Returns the one of ACTIVATIONS (SiLU, tanh GELU, exact GELU) that `module`, an activation or a gated MLP,
+    applies. Returns None for all other modules."""
     generator, scales = torch.Generator().manual_seed(0), torch.tensor([[3.0], [3.0], [30.0], [1000.0]])
     gate, up = (scales * torch.randn(4, 8, generator=generator) for _ in range(2))  # some clip large numbers
     if _is_gated_mlp(module):
@@ -158,8 +157,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
     """Makes activations and gated MLPs in the blocks of `decoder` save the activation's inputs for backward, not its
-    output. Skips an activation if anything but a linear layer reads its output. Must be called after `cast_explicitly`
-    (layers.py), which makes FusedProducts of linear layers. `dtype`: that of the matrices."""
+    output. Skips an activation if anything but a linear layer reads its output. Linear layers must be FusedProducts
+    already (layers.cast_explicitly). `dtype`: that of the matrices."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():

@@ -23,8 +23,8 @@ WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores need multiples
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds token ids and labels of B rows with T positions each. For an encoder-decoder, each row also has S source
-    tokens. The tensors are on the CPU; `to` copies them to a device."""
+    """Holds token ids and labels of B rows of T positions. For an encoder-decoder, each row also has S source tokens.
+    The tensors are on the CPU, except in a copy that `to` makes."""
 
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
@@ -42,8 +42,8 @@ class Batch:
             attention_mask  [B, T], 1 for real tokens, 0 for padding, which is not trained on; optional
             labels          int [B, T], *not* shifted, -100 if not trained; for an encoder-decoder, the target [B, T']
 
-        `decoder_start`: first id that an encoder-decoder's decoder reads; None for a decoder. `padding`: the id that
-        this decoder reads in the place of a label of -100; None to read `decoder_start` there.
+        `decoder_start`: first id that an encoder-decoder's decoder reads; None for other models. `padding`: id that
+        it reads in the place of a label of -100; None for `decoder_start`.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
@@ -162,9 +162,9 @@ class Batch:
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths`, each is a view of
-        `size` rows. With `lengths`, sorts the rows, longest first, and lets `micro_batch_shapes` cut them. `least`:
-        number of positions; a micro-batch with fewer is assumed to take as long as one with `least`."""
+        """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths`, each is a view of at
+        most `size` rows. With `lengths`, sorts the rows, longest first, and cuts them by `micro_batch_shapes`. `least`:
+        a micro-batch with fewer positions is assumed to take as long as one with `least`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -196,9 +196,9 @@ class Work:
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
-    """Returns `batch` as a Batch; a dict is converted by `Batch.from_hf`. `decoder`: the model's Decoder. `most`:
-    largest batch that the plan allows, as (rows, tokens in a row, tokens in a target). Unless `most` is None, raises
-    InputError for a larger batch, a wrong field or a wrong token id."""
+    """Returns `batch`, converted by `Batch.from_hf` if it is a dict. `decoder`: a Decoder. `most`: (rows, tokens in a
+    row, tokens in a target) of the largest batch that the plan allows. Unless it is None, raises InputError for a
+    larger batch, a wrong field or a wrong token id."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):

@@ -46,9 +46,8 @@ class _Stub(nn.Module):
 
 
 class Decoder:
-    """Splits `model`, a causal language model of transformers, into embeddings, blocks and head. Its parameters may be
-    on the meta device. `fused_kernels`: those that a training step may use. Raises InputError if the model cannot be
-    split."""
+    """Splits `model`, a causal language model of transformers, into embeddings, blocks and head. Parameters may be on
+    the meta device. `fused_kernels`: those that a step may use. Raises InputError if the model cannot be split."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # a SharedUse (encoder_decoder.py) per block that uses a shared parameter
@@ -144,8 +143,7 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Runs the model's own forward, not the split model, on the token ids `inputs[0]`, without other inputs.
-        Returns its logits [B, T, V]."""
+        """Returns the logits [B, T, V] of the model's own forward, not split, for the token ids `inputs[0]`."""
         with _padding_not_sought():
             return self.model(input_ids=inputs[0], use_cache=False).logits
 

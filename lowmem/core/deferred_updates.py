@@ -18,8 +18,7 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """Makes the updates of each optimizer step, in one pass over all units (the embeddings, each block, the final
-    norm). `units`: number of units."""
+    """Makes the updates of each optimizer step, in one pass over all units (the embeddings, blocks, final norm)."""
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.state_window, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
@@ -38,10 +37,9 @@ class Updates:
         return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins one optimizer step's updates: a pass over all units (embeddings, blocks, final norm), which
-        `run_until` makes. `downwards`: False to go from the first unit to the last; all gradients must be final (fully
-        summed). True to go from the last unit to the first during backward; a unit's gradients must be final when it is
-        updated. `gradient_scale` multiplies all gradients."""
+        """Begins a step's updates, a pass over all units (embeddings, blocks, final norm); `run_until` makes them.
+        Multiplies gradients by `gradient_scale`; those of a unit must be final (fully summed) when it is updated.
+        `downwards`: True for the last unit first, during backward. False for the first unit first, after backward."""
         hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -63,10 +61,9 @@ class Updates:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Makes pending updates until `units` units (embeddings, blocks, final norm), counted in the order of the pass,
-        are updated. Kernels that are launched later wait for these updates. After an OutOfMemoryError, a new call goes
-        on with the update that failed. Raises UpdateInterrupted if an error or Ctrl-C ended an earlier call while it
-        changed a tensor."""
+        """Makes pending updates until the first `units` units of the pass (embeddings, blocks, final norm) are updated.
+        Kernels launched later wait for them. After an OutOfMemoryError, a new call repeats the update that failed.
+        Raises UpdateInterrupted if an error or Ctrl-C ended an earlier call while it changed a tensor."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if not self._due(units):

@@ -19,9 +19,8 @@ _MOST_ERROR = 1e-5  # of a model's code in fp32 against a formula, relative to t
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
-    """Puts the parameters of `model` on the meta device, with matrices in `dtype`, and returns the result of `run()`.
-    If `run` fails, puts the model's buffers there, too, and tries again. Returns None if this also fails. Always puts
-    the model's own tensors back."""
+    """Returns the result of `run()`, during which meta tensors replace the parameters of `model`, matrices in `dtype`.
+    If `run` fails, tries again with meta tensors for the buffers, too. Returns None if this also fails."""
     for with_buffers in (False, True):  # some models read their buffers' values, others need one device
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data raise any error
             return run()
@@ -31,9 +30,8 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
 def look_at_blocks(
     decoder: Decoder, dtype: torch.dtype, look: Callable[[nn.Module, Callable[[], object]], Result]
 ) -> list[Result | None]:
-    """Calls `look(block, run)` for each block of `decoder`, while all parameters are on the meta device. Returns the
-    results, with None for a block if `look` fails. `run()` runs the block forward once. Blocks of equal structure share
-    one call. `dtype`: that of the matrices."""
+    """Calls `look(block, run)` for each block, with all parameters on the meta device. Returns the results, None if
+    `look` fails. `run()` runs the block forward. Blocks of equal structure share a call. `dtype`: dtype of matrices."""
     known: dict[tuple, Result | None] = {}
     for index, block in enumerate(decoder.blocks):
         if (kind := kind_of(block)) not in known:
@@ -54,8 +52,8 @@ def agrees(output: object, formula: Tensor) -> bool:
 
 
 def structure_of(model: nn.Module) -> list:
-    """Returns a list of the modules of `model`, their hooks and their other attributes, without tensors and lowmem's
-    own hooks. If a user changes the model between two calls, `equal` returns False for the two lists."""
+    """Returns the modules of `model`, their hooks and their other attributes, but no tensors, no `training` and no
+    hooks of lowmem. Two lists are `equal` unless a user has replaced, added or removed one of these in between."""
     found: list = []
     for module in model.modules():
         found.append(module)
@@ -72,8 +70,7 @@ def is_ours(hook: object) -> bool:
 
 
 def equal(structure: Sequence, other: Sequence) -> bool:
-    """Returns True if two lists agree, element by element. Compares numbers, strings and dtypes by value, all other
-    objects by identity."""
+    """Returns True if two lists agree: numbers, strings and dtypes by value, all other objects by identity."""
     return len(structure) == len(other) and all(map(_same, structure, other))
 
 

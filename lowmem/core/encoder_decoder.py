@@ -52,8 +52,7 @@ class SharedUse:
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Looks up the position biases [T, S, H] in fp32. `buckets` [T, S] int64: the class of each distance between
-        two positions."""
+        """Returns position biases [T, S, H] fp32. `buckets` [T, S] int64: class of each distance between positions."""
         # In fp32, because each bias's gradient is a sum of T x S numbers.
         return F.embedding(buckets, self.value().float())
 
@@ -197,8 +196,7 @@ def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
 
 
 def take_apart(model: nn.Module, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Splits `model` into embeddings, blocks and head. Returns an EncoderDecoder for T5 and mT5, else a Decoder.
-    `fused_kernels`: those that a training step may use."""
+    """Splits `model`. Returns an EncoderDecoder for T5 and mT5, else a Decoder. A step may use `fused_kernels`."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
 

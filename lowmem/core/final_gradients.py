@@ -14,11 +14,10 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Handles the gradients of a forward and backward pass when they are final (fully summed). Computes their norms.
-    Then holds the gradients on the GPU, sends them to RAM, drops them, or applies them to weights, as `fate` says. The
-    head's come first, the embeddings' last. `norms_of`: returns the gradient norms of a part (a unit's matrices or
-    vectors), one for each range that one kernel updates. `gradient_scale`, `learning_rate`: for updates, if `fate` is
-    APPLIED."""
+    """Computes the norms of one pass's gradients when they are final (fully summed). Then holds the gradients on the
+    GPU, sends them to RAM, drops or applies them, as `fate` says: the head's first, the embeddings' last. `norms_of`:
+    returns the gradient norms of a part (a unit's matrices or vectors), one for each range that one update changes.
+    `gradient_scale`, `learning_rate`: for updates, if `fate` is APPLIED."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
@@ -30,8 +29,8 @@ class FinalGradients:
         self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms_of(part)}
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Must be called between forward and backward. If `fate` is APPLIED, begins the updates that backward makes. If
-        the sum of `losses` over all ranks is not finite, sets `fate` to HELD instead, so that no weight is updated."""
+        """Must be called before blocks run backward. If `fate` is APPLIED, begins updates, which backward makes. If the
+        sum of `losses` over all ranks is not finite, sets `fate` to HELD instead, so that no weight changes."""
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):
@@ -40,10 +39,10 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Computes the gradient norms of unit `lowest` (0: the embeddings, i: block i - 1) and of all later units that
-        no call has handled yet. Their gradients must be final. Then holds, sends, drops or applies these gradients, as
-        `fate` says. With several ranks (processes), a later call may do this, when the sum over all ranks is ready.
-        Raises UpdateInterrupted if a gradient to be applied is not finite."""
+        """Computes the gradient norms of unit `lowest` (0: embeddings, i: block i - 1, last: final norm) and of later
+        units that no call has handled yet. Their gradients must be final. Then holds, sends, drops or applies them, as
+        `fate` says. Several ranks (processes) may do all this in a later call, when the sum over ranks is ready. Raises
+        UpdateInterrupted if a gradient to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]
@@ -65,8 +64,7 @@ class FinalGradients:
             self._updates.run_until(self._updates.units - lowest)
 
     def end(self) -> float:
-        """Calls `finish` for all units that no call has handled yet. Returns the norm of all gradients over all
-        ranks."""
+        """Calls `finish` for the units that are left. Returns the norm of all gradients over all ranks."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

@@ -104,8 +104,7 @@ def read_ahead(home: Tensor) -> None:
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Removes the pages of a tensor on a disk from the process's resident set; the file keeps the content. Does nothing
-    for other tensors."""
+    """Removes the pages of a tensor on a disk from the process's resident set. Does nothing for other tensors."""
     mapping, _ = _place(tensor)
     if mapping is not None:
         # The file keeps the content. The whole mapping, because the operating system also maps pages near those that
@@ -121,8 +120,7 @@ def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[_Mapping | None, int]:
-    """Returns the memory mapping of a tensor on a disk, and the tensor's offset in bytes there; (None, 0) for other
-    tensors."""
+    """Returns the mapping of a tensor on a disk, and the tensor's offset in bytes there; else (None, 0)."""
     address = tensor.untyped_storage().data_ptr()
     mapping = _mappings.get(address) if address else None
     return (None, 0) if mapping is None or mapping.file is None else (mapping, tensor.data_ptr() - address)

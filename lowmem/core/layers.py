@@ -53,9 +53,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
 
 
 def register_add_product(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes backward call `add_product(left, right)` instead of setting `parameter.grad`. `parameter` [M, N] is the
-    weight of linear layers whose forward is a FusedProduct. Its gradient is left [M, K] @ right [K, N], both in 16
-    bit."""
+    """Makes the backward of FusedProducts with the weight `parameter` [M, N] call `add_product(left, right)`, and not
+    set `parameter.grad`. The gradient is left [M, K] @ right [K, N], both in 16 bit."""
     parameter._lowmem_add_product = add_product
 
 
@@ -75,9 +74,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of the linear layer `module`. Backward adds the weight's gradient to an fp32 accumulator
-    (`register_add_product`). The forward also takes an activation's inputs (activations.Inputs), and then computes the
-    activation itself."""
+    """Replaces the forward of a linear layer. Backward adds the weight's gradient to an accumulator
+    (`register_add_product`). Forward also takes activations.Inputs, and then computes the activation itself."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)

@@ -57,15 +57,13 @@ class Layout:
 
     @property
     def passes(self) -> int:
-        """Returns how often a step passes through all blocks: 2, forward and backward, or 4 if gradients are dropped
-        and computed again."""
+        """Returns how often a step passes through all blocks: 2, or 4 if gradients are dropped and computed again."""
         return 4 if self.fate is Fate.DROPPED else 2
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
         """Divides micro-batches into groups, which pass each segment of blocks together. Returns each group's slice of
-        the list of micro-batches. A group has at most as many positions as `group` micro-batches of full rows with
-        `seq` positions. `positions[i]`: number of positions in micro-batch i. Raises ValueError for several groups if
-        `whole_batch` is True."""
+        the list. A group has at most as many positions as `group` micro-batches of full rows, `seq` positions in a row.
+        `positions[i]`: those of micro-batch i. Raises ValueError for several groups if `whole_batch` is True."""
         starts, left = [], 0
         for index, size in enumerate(positions):
             if not starts or size > left:

@@ -51,9 +51,8 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """Returns the function that turned the head's output into the result of `operation`; None if it is neither a factor
-    nor a soft cap. `known`: the functions that turned the head's output into the arguments. A string instead of a
-    function says why there is none, and is returned."""
+    """Returns the function from the head's output to the result of `operation`; None if it is neither a factor nor a
+    soft cap. `known`: the arguments' functions. A string instead, which says why there is none, is returned."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

@@ -24,8 +24,9 @@ def register_add_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
 # table. Bits differ from autograd's only in T5, of whose two lookups autograd sums the gradients first, and where a
 # GPU's atomics round numbers below 1.2e-38 to zero.
 class SparseLookups(TorchFunctionMode):
-    """Replaces embedding lookups inside `with`, for tables that `register_add_rows` was called for. In backward, only
-    the gradient rows of ids that occur are computed, and added to an accumulator. The table gets no dense gradient."""
+    """Replaces lookups of fewer than V ids, inside `with`, in tables [V, D] that `register_add_rows` was called for.
+    Backward computes only the gradient rows of these ids, and adds them to an accumulator. Leaves out tables with
+    hooks, and lookups with `max_norm` or `scale_grad_by_freq`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -35,13 +35,13 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the cross-entropy loss of the linear head in fp32, summed over all tokens whose label is not -100. Also
-    returns the gradient for `hidden`; None without a `weight_gradient`.
+    """Returns the cross-entropy loss of the linear head in fp32, summed over all tokens whose label is not -100, and
+    the gradient for `hidden`. Without a `weight_gradient`, computes no gradient, and the second result is None.
 
     `hidden` [N, D] and `weight` [V, D] have one dtype, `labels` [N] are int64, `bias` [V] is fp32. `scale` multiplies
     gradients, not the loss. `function` is applied to the logits before the softmax. Adds gradients to `weight_gradient`
-    [V, D] and `bias_gradient` [V], in fp32; without a `weight_gradient`, computes none. `fused`: True to compute the
-    loss by one kernel after the head's matmul, for 16-bit weights. `chunk_tokens`: None for 512, or 1,024 if `fused`.
+    [V, D] and `bias_gradient` [V], both fp32. `fused`: True to compute the loss by one kernel after the head's matmul,
+    for 16-bit weights. `chunk_tokens`: None for 512, or 1,024 if `fused`.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None

@@ -45,8 +45,8 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 class Norm:
-    """Serves as the forward of `module`, a normalization layer that computes `rule`: runs the fused kernel. Calls with
-    more arguments than the input run the module's own forward, in fp32."""
+    """Replaces the forward of `module`, a normalization layer that computes `rule`, by the fused kernel. If called with
+    more arguments than the input, runs the module's own forward, in fp32."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
@@ -54,8 +54,7 @@ class Norm:
 
     @property
     def kind(self) -> torch.dtype | None:
-        """Returns the output's dtype, or None for the input's. Norms with an equal `kind` allocate the same memory, so
-        decoder.kind_of compares it."""
+        """Returns the output's dtype, or None for the input's: a part of the key of decoder.kind_of."""
         return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -94,9 +93,8 @@ def normalize_sum(
     x: Tensor, branch: Tensor | None, drops: Drops | None, weight: Tensor, bias: Tensor | None, rule: Rule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns two tensors, computed by one kernel: x + dropout(branch), in the dtype of `x`, and this sum after
-    normalization by `rule`, in `dtype`. `branch` has the shape [..., D] of `x`, or is None; then the sum is `x`.
-    `drops`: the dropout of `branch`, if any. `weight`, `bias`: [D] fp32."""
+    """Returns x + dropout(branch), in the dtype of `x`, and this sum after normalization, in `dtype`, by one kernel.
+    `x` and `branch` have the shape [..., D]; without a branch, the sum is `x`. `weight`, `bias`: [D] fp32."""
     run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
     return run(x, branch, weight, bias, drops, rule, dtype)
 
@@ -148,8 +146,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
-    """Returns `added` + dropout(x) in `dtype`, or only dropout(x) if `added` is None. `p`: probability of a zero. The
-    mask's seed is `seeds[number]`."""
+    """Returns `added` + dropout(x) in `dtype`; `added` None stands for 0. The mask's seed is `seeds[number]`."""
     x = x.contiguous()
     y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: `drop` may be left out (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)
@@ -189,9 +186,8 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Lets norms of `model` write their output in `dtype`, the dtype of matmuls, to save casts. A norm does so if all
-    layers that read its output are in its block and cast to `dtype`. `run()` must run the model once; it is called
-    while parameters are on the meta device."""
+    """Makes a norm write its output in `dtype`, the dtype of matmuls, if all layers that read it are in the norm's
+    block and cast to `dtype`. `run()` must run the model once; it is called with parameters on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -212,9 +208,8 @@ def round_for_products(
 def _readers(
     operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
 ) -> dict[Norm, list[nn.Module | None]]:
-    """Returns {norm: modules that read its output in `dtype`}, from the `operations` of one run of the model. Leaves
-    out norms that write `dtype` already, and norms whose output is also read in another dtype. `norms`: {normalization
-    layer: its Norm}."""
+    """Returns {norm: modules that read its output in `dtype`} in the `operations` of one run. Leaves out norms that
+    write `dtype` already, and norms that are also read in another dtype. `norms`: {normalization layer: its Norm}."""
     of_weight = {id(module.weight): norm for module, norm in norms.items()}
     outputs: dict[int, Norm] = {}  # by the storage's address
     readers: dict[Norm, list] = {}

@@ -94,8 +94,7 @@ class Recording:
 class OperationRecorder(TorchDispatchMode):
     """Records the PyTorch operations that run inside `with`. `arguments`: tensors and objects that are replaced when
     the recording is repeated; the first must be a tensor. `constants`: modules whose parameters and buffers the
-    operations may use. `alone`: reference counts of a gradient that may be changed in place, from `holders_if_alone`;
-    None: no gradient may be."""
+    operations may use. `alone`: `holders_if_alone()` to add up gradients in place, as autograd does, or None."""
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
@@ -267,8 +266,7 @@ class OperationRecorder(TorchDispatchMode):
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the reference counts that an OperationRecorder sees for a gradient that only autograd holds, measured in
-    a small backward pass. An OperationRecorder changes a gradient in place if it has these counts."""
+    """Returns the reference counts that an OperationRecorder sees for a gradient that only autograd holds."""
     with torch.enable_grad(), OperationRecorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()

@@ -1,5 +1,4 @@
-"""Defines the operations of a training step, such as the forward pass of a few blocks or the update of a range of
-weights.
+"""Defines the operations of a training step, such as the forward pass of a few blocks or the update of some weights.
 
 The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods.
 """
@@ -30,8 +29,8 @@ Result = TypeVar("Result")
 
 class Operations:
     """Runs the operations of a training step on `decoder`, whose weights, gradients and optimizer states are in
-    `store`. Backward adds parameters' gradients to fp32 accumulators. `update`: the function that updates weights. If
-    it is None, the fused kernels are used where `decoder` may use them, else plain PyTorch."""
+    `store`. Backward adds parameters' gradients to fp32 accumulators. `update`: the function that updates weights; None
+    for the fused kernels if `decoder` may use them, else for plain PyTorch."""
 
     def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
@@ -42,9 +41,9 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Prepares for a step, and must be called before it. If the user has changed the model's modules, attributes or
-        hooks, drops recorded operations, because they would repeat old code. Raises InputError if the user has added a
-        parameter, moved one to other memory, or changed its requires_grad."""
+        """Must be called before a step. If the user has changed the model's modules, attributes or hooks, drops
+        recorded operations, because they would repeat old code. Raises InputError if the user has added a parameter,
+        moved one to other memory, or changed its requires_grad."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -71,8 +70,7 @@ class Operations:
         return visits or address_of(parameter) == address_of(part.working)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """Runs the embeddings, without a graph. Returns the first block's input [B, T, D], and each block's other
-        arguments."""
+        """Runs the embeddings, without a graph. Returns their output [B, T, D], and each block's other arguments."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
             return self.decoder.embed(*micro_batch.inputs)
@@ -140,9 +138,8 @@ class Operations:
     def _recorded_or_run(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns the result of `run()`. If an earlier call for this segment and equal shapes has recorded the
-        operations, repeats them instead. `name`: the direction, "forward" or "backward". `arguments`: the values that
-        `run` uses."""
+        """Returns the result of `run()`, or repeats the operations that an earlier call with this `name`, this segment
+        and equal shapes has recorded. `name`: "forward" or "backward". `arguments`: the values that `run` uses."""
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))

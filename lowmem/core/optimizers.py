@@ -60,9 +60,8 @@ class Optimizer:
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns {name: (number of entries, dtype)} of the state tensors for `elements` parameters. `dtype`: dtype of the
-    working weights, with which forward and backward compute. If it is a 16-bit dtype, the low halves of the fp32
-    weights (precision.py) are a state, too."""
+    """Returns {name: (number of entries, dtype)} of the state tensors for `elements` parameters. `dtype`: that of the
+    weights that compute. If it has 16 bits, the low halves of the fp32 weights (precision.py) are a state, too."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 

@@ -1,7 +1,6 @@
 """Tests the fused GPU operators of operators.py against plain PyTorch code, and updates weights with them.
 
-If kernels fail their test, the plain code runs instead. The plan of a run counts the memory and time of the code that
-runs.
+The plain code runs in the place of kernels that fail. A run's plan counts the memory and time of the code that runs.
 """
 
 import importlib.util
@@ -42,8 +41,7 @@ def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
     """Updates weights `working` [n] and the optimizer's `state` in place, by a fused kernel if `optimizer` has one. May
-    overwrite `gradient` [n] fp32. `decay`: True to apply weight decay. With 8-bit moments and 16-bit weights, takes 4
-    bytes of temporaries per parameter."""
+    overwrite `gradient` [n] fp32. With 8-bit moments and 16-bit weights, temporaries take 4 bytes per parameter."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -176,8 +174,8 @@ def loss_error(
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
     """Compares a fused norm and its gradients on `device` with fp64 on the CPU. Returns the largest relative error
-    (norm of the difference / norm of the fp64 result). `p`: None to test only the norm. Otherwise also tests a
-    residual addition before the norm and one after it, both with dropout probability `p`."""
+    (norm of the difference / norm of the fp64 result). Unless `p` is None, also tests residual additions before and
+    after the norm, with dropout probability `p`. A share of dropped numbers far from `p` is an error, too."""
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))
     inputs = [x, branch.to(dtype) if p is not None else None, weight, bias if rule.centered else None]
@@ -247,8 +245,8 @@ def _largest(numbers: Iterable[float]) -> float:
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Returns True if the kernels on `device` split fp32 weights into two halves, and join them again, with the same
-    bits as precision.py on the CPU. `dtype`: that of the upper halves. `size`: number of weights."""
+    """Returns True if the kernels on `device` split fp32 weights into halves, and join them, with the same bits as
+    precision.py on the CPU. `dtype`: that of the upper halves. `size`: number of weights."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -267,9 +265,9 @@ def largest_ulps(
     rule: optimizers.UpdateFunction = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """Makes one optimizer update by `rule` on `device`, and again by optimizers.py on the CPU. Returns {"weight" or a
-    moment's name: largest difference}. The unit of a difference is the fp32 spacing (ulp) at the old or the new value,
-    whichever is larger. `dtype`: that of the weights that compute. `size`: number of weights."""
+    """Makes one optimizer update by `rule` on `device`, and by optimizers.py on the CPU. Returns {"weight" or a
+    moment's name: largest difference}, in fp32 units in the last place (ulps) of the larger of the old and new value.
+    `dtype`: that of the weights that compute. `size`: number of weights."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -16,12 +16,12 @@ def normalize(
     centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seeds: Tensor | None = None,
     number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Normalizes the rows of `x` [..., D]: y = (x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias. Unless
-    `centered`, the mean is taken as 0. If `statistics` [1 or 2, N] fp32 is given, it gets each row's 1 / sqrt(...) and,
-    if centered, each row's mean. Weight and bias are [D] fp32; all tensors are contiguous.
+    """Normalizes the N rows of `x` [..., D]: y = (x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias.
+    Unless `centered`, the mean is taken as 0. `statistics` [1 or 2, N] fp32, if given, gets each row's 1 / sqrt(...)
+    and, if centered, its mean. Weight and bias are [D] fp32; all tensors are contiguous.
 
-    With a `branch`, writes x + dropout(branch) into `total` first, and normalizes this sum. `p`: probability of the
-    dropout, whose seed is seeds[number]. Without `seeds`, there is no dropout.
+    With a `branch`, writes x + dropout(branch) into `total` first, and normalizes this sum. The dropout has the
+    probability `p` and the seed seeds[number], and needs a D that is a multiple of 4. Without `seeds`, there is none.
     """
     if not x.numel():
         return
@@ -41,12 +41,11 @@ def normalize_backward(
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
     seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Computes the gradients for the inputs of `normalize` from `gradient`, the gradient for `y`. `x`: the tensor that
-    was normalized, which is `total` if there was a branch. Writes the gradient for `x`, plus `other_gradient` from
-    other uses of `x`, into `x_gradient`. Also writes this sum into `branch_gradient`, after the dropout of the forward
-    call (`seeds`, `number`, `p`). `partial_sums` [1 or 2, P, D] fp32 gets the weight's gradient and, if there is one,
-    the bias's, each as P partial sums that the caller adds up. `statistics` and `offset` are those of the forward
-    call."""
+    """Computes the gradients for the inputs of `normalize` from `gradient`, that for `y`. `x`: the tensor that was
+    normalized, which is `total` if there was a branch. Writes the gradient for `x`, plus `other_gradient` from other
+    uses of `x`, into `x_gradient` and, after the forward call's dropout (`seeds`, `number`, `p`), into
+    `branch_gradient`. `partial_sums` [1 or 2, P, D] fp32 gets the gradients for the weight and, if there is one, the
+    bias. Each is P partial sums, which the caller adds up. `statistics`, `offset`: as in the forward call."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -150,8 +149,8 @@ def _normalize_backward(
 
 
 def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
-    """Writes `added` + dropout(x) into `y`; `added` None stands for 0. The mask depends on the seed, seeds[number], and
-    each element's index. `x`, `added` and `y` are contiguous and have one shape [..., D]; D is a multiple of 4."""
+    """Writes `added` + dropout(x) into `y`; `added` None stands for 0. The mask depends on an element's index and on
+    the seed, seeds[number]. All tensors are contiguous and have one shape [..., D]; D is a multiple of 4."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
         x, x if added is None else added, y, seeds, number, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK,
@@ -201,10 +200,10 @@ def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    """Computes the gradients for the inputs of `gated`. Overwrites `gradient`, the gradient for the output
-    activation(gate) * up, with the gradient for `gate`. Writes the gradient for `up` into `of_up`, and the output again
-    into `y`. If `partial_sums` [P, I] fp32 is given, it gets the gradient for `gate`, summed over rows, as P partial
-    sums that the caller adds up. `linear`, `cubic` and `erf` are those of the forward call."""
+    """Computes the gradients for the inputs of `gated`. Overwrites `gradient`, that for activation(gate) * up, with the
+    gradient for `gate`. Writes the gradient for `up` into `of_up`, and activation(gate) * up into `y`. `partial_sums`
+    [P, I] fp32, if given, gets the sum over rows of the gradient for `gate`, as P partial sums that the caller adds up.
+    `linear`, `cubic`, `erf`: as in the forward call."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:

@@ -19,8 +19,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and subtracte
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs `kernel`, which updates, joins or splits the weights `working` [n] with their low halves `low` [n]. `low` is
-    None for fp32 weights. `others`: the kernel's other arguments."""
+    """Runs a `kernel` that updates, joins or splits weights [n] and their low halves [n] (None for fp32 weights)."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
@@ -175,9 +174,8 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Stores the fp32 weights `master` at the offsets `place` where the mask `there` is set. `KIND`: FP32, BF16 or
-    FP16, the stored dtype. Splits 16-bit weights as precision.split does, and stores upper halves at `working_at` and
-    low halves at `low_at`, both as int16."""
+    """Stores fp32 weights `master` at the offsets `place` where the mask `there` is set. `KIND`: their stored dtype,
+    FP32, BF16 or FP16. Splits 16-bit weights (precision.split) into int16 halves, at `working_at` and `low_at`."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
