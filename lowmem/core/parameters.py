@@ -23,8 +23,7 @@ WORKING, GRADIENT = "working", "gradient"
 
 @dataclass(frozen=True)
 class Placement:
-    """Says where the tensors of a part (the matrices or the vectors of one unit, such as a block) are stored. Each
-    field but `on_disk` is a function that allocates zeros there."""
+    """Says where a part (such as a block's matrices) stores its tensors, by functions that allocate zeros there."""
 
     device: MakeTensor  # on the device
     weights: MakeTensor  # `device` itself, or in RAM
@@ -54,9 +53,8 @@ class Piece:
 
 
 class Part:
-    """Holds the matrices or the vectors of one unit (the embeddings, one block, or the final norm). A part has weights
-    `working` [n], the optimizer's `state` {name: [entries]}, and `gradient` [n] fp32 or None. If ranks shard the model,
-    n is the size of this rank's share of the matrices."""
+    """Holds the matrices or the vectors of a unit, such as a block: weights `working` [n], the optimizer's `state`
+    {name: [entries]}, and fp32 `gradient` or None. If ranks shard matrices, n is the size of this rank's share."""
 
     def __init__(
         self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement,
@@ -98,8 +96,7 @@ class Part:
         ]
 
     def move_state(self, host_tensor: MakeTensor) -> None:
-        """Moves the optimizer's state into new tensors in RAM, which `host_tensor` allocates. If an allocation fails,
-        moves nothing."""
+        """Moves the optimizer's state into RAM, which `host_tensor` allocates; nothing if an allocation fails."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
@@ -169,8 +166,7 @@ class Part:
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Returns {name: [first element, *shape]} of the part's parameters. Elements are counted in the whole part, not
-        in this rank's share."""
+        """Returns {parameter: [first element, *shape]}, counted in the whole part, not in this rank's share."""
         return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
@@ -189,9 +185,9 @@ class Store:
         disk_tensor: MakeTensor | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008  it does nothing
     ):
-        """Allocates weights, optimizer states and RAM for gradients, on `device` or where `layout` says. `dtype`: dtype
-        of the matrices; vectors are fp32. `host_tensor`, `disk_tensor`: allocate zeros in RAM and on a disk. Raises
-        ValueError if the layout has states on a disk and `disk_tensor` is None."""
+        """Allocates weights and optimizer states on `device` or where `layout` says, and RAM if gradients wait there.
+        `dtype`: dtype of the matrices; vectors are fp32. `host_tensor`, `disk_tensor`: allocate zeros in RAM and on a
+        disk. Raises ValueError if the layout has states on a disk and `disk_tensor` is None."""
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
@@ -266,8 +262,7 @@ class Store:
 
     def move_states_to_ram(self, states_on_gpu: int) -> bool:
         """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units (embeddings,
-        blocks, final norm). Returns False if CUDA refuses to page-lock the RAM. Must not be called during a copy or an
-        update."""
+        blocks, final norm). Returns False if CUDA refuses to page-lock them. No copy or update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.move_state(self._host_tensor)
@@ -278,8 +273,7 @@ class Store:
         return self._part_of[name]
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies (name, fp32 tensor) pairs into the parameters. A parameter may come in several pairs, as consecutive
-        ranges of its elements."""
+        """Copies (name, fp32 tensor) pairs into the parameters. Pairs may have consecutive ranges of a parameter."""
         written: dict[str, int] = {}
         for name, values in weights:
             self._part_of[name].write(name, values, written.get(name, 0))

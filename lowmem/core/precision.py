@@ -11,8 +11,7 @@ WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Returns `precision`. If it is "auto", returns bf16 for a GPU that supports bf16, fp16 for another GPU, and fp32
-    for the CPU."""
+    """Returns `precision`; for "auto", bf16 on a GPU that supports it, fp16 on other GPUs, and fp32 on the CPU."""
     if precision != "auto":
         return precision
     if device.type != "cuda":

@@ -35,9 +35,8 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_saved(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation`, a PyTorch operator: if it is a convolution,
-    attention, or a matmul. A batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N.
-    `args`: the operator's arguments."""
+    """Returns True if ProductRecorder records the output of the operator `operation`: of a convolution, attention, or a
+    matmul. A batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -140,8 +139,7 @@ class _Skipper(TorchDispatchMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its matmul inside `with`, and the block leave out sums of the layer's output. These
-    results have the right shapes, but no values."""
+    """Makes `layer` leave out its matmul inside `with`. Its output and sums of it then have shapes, but no values."""
     forward = layer.forward
 
     @wraps(forward)

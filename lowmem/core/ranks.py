@@ -12,8 +12,7 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """Defines how a process communicates with the others that train the same model. This class is for a process that
-    trains alone; its subclass Shares (shares.py) is for several."""
+    """Represents a process that trains alone. Its subclass Shares (shares.py) represents one of several processes."""
 
     count, rank = 1, 0  # number of processes; this process's number, from 0
     sharing, place = 1, 0  # number of processes that shard one copy of the model; this process's number among them
@@ -29,8 +28,7 @@ class Ranks:
         return elements
 
     def window(self, decoder, store):
-        """Returns an object that gathers sharded weights before they are used, with the methods of WeightWindow
-        (segment_windows.py). Returns None if this process stores all weights."""
+        """Returns a replacement for WeightWindow that gathers sharded weights; None if this process has all weights."""
 
     def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
         """Returns those of a step's `micro_batches` that this process computes."""
@@ -38,7 +36,7 @@ class Ranks:
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
         """Returns the micro-batches that this process computes in an evaluation, as pairs (micro-batch, True if its
-        loss counts). All processes get equally many: some get a micro-batch that does not count."""
+        loss counts). All processes get equally many, so some may get one that does not count."""
         return [(each, True) for each in micro_batches]  # processes gather weights together in each round
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
@@ -52,9 +50,8 @@ class Ranks:
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs (part, norms of its gradient).
-        A part is a unit's matrices or vectors, and has one norm for each range of its elements that one update
-        changes."""
+        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs (Part, gradient norms of its
+        pieces, the ranges that are updated at once)."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:

@@ -31,10 +31,10 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
-        """Returns the result of `run()`. If an earlier call with this `name` and equal shapes has recorded the
-        operations, repeats them with the new `arguments` and `extras` instead. `name`: key of the code that `run`
-        executes. `arguments`: the values that `run` uses; the first must be a tensor. `extras`: (args, kwargs) of each
-        block, without its input. `modules`: modules whose parameters and buffers `run` uses."""
+        """Returns the result of `run()`. If an earlier call with this `name`, equal shapes and equal plain values has
+        recorded the operations, repeats them with the new `arguments` and `extras` instead. `name`: calls with equal
+        names must run the same code. `arguments`: the values that `run` uses; the first must be a tensor. `extras`:
+        (args, kwargs) of each block, without its input. `modules`: modules whose parameters and buffers `run` uses."""
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
         if shape is None or torch.is_autocast_enabled(arguments[0].device.type):

@@ -1,7 +1,7 @@
-"""Computes each residual addition of a block by one kernel, with the dropout before it and the normalization after it.
+"""Computes residual additions of blocks by one kernel each, with the dropout before and the normalization after.
 
-`fuse_sums` runs each block once to find these calls. In training, `ResidualSums` replaces them by kernels. Dropout
-masks differ from PyTorch's. No GPU has run this code yet.
+`fuse_sums` runs each kind of block once to find these operations. Later, `ResidualSums` replaces them by kernels.
+Dropout masks differ from PyTorch's. No GPU has run this code yet.
 """
 
 import weakref
@@ -62,8 +62,7 @@ class _StreamMode(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
     def _position_of_stream(self, summands: tuple) -> int | None:
-        """Returns the position (0 or 1) of the residual stream among two `summands`; None if their sum is no residual
-        addition."""
+        """Returns the position (0 or 1) of the stream among two `summands`; None if this is no residual addition."""
         positions = [position for position, each in enumerate(summands) if self._is_stream(each)]
         if len(summands) != 2 or len(positions) != 1:
             return None

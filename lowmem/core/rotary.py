@@ -1,7 +1,6 @@
 """Applies rotary position embeddings (RoPE) with one kernel for forward and one for backward.
 
-The kernel takes the place of `apply_rotary_pos_emb`, a function that attention layers of transformers call. No GPU has
-run this code yet.
+They take the place of `apply_rotary_pos_emb` in attention layers of transformers. No GPU has run this code yet.
 """
 
 from collections.abc import Callable
@@ -41,9 +40,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Applies RoPE to `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, but by one kernel, which rounds
-    once. `cos` and `sin` [B or 1, T, R] get no gradients. The results have the shapes of `q` and `k`, but are stored as
-    [B, T, H or G, E]."""
+    """Applies RoPE to `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, but rounded once, and without
+    gradients for `cos` and `sin` [B or 1, T, R]. The results have the same shapes, stored as [B, T, H or G, E]."""
     if torch.is_grad_enabled():
         return _Rotate.apply(q, k, cos, sin)
     return _launch(q, k, cos, sin, backward=False)  # an autograd Function takes ten microseconds more
@@ -64,9 +62,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class RotaryAttention:
-    """Serves as the forward of `module`, an attention layer: runs a copy of its own `forward` that applies RoPE with a
-    fused kernel. `plain`: the RoPE function that `forward` calls. It still runs for arguments that the kernel does not
-    take."""
+    """Serves as the forward of the attention layer `module`: a copy of its `forward` that applies RoPE with a fused
+    kernel. `plain`, the RoPE function that `forward` calls, still runs for arguments that the kernel does not take."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
@@ -82,9 +79,9 @@ class RotaryAttention:
 
 
 def rotary_forward(module: nn.Module) -> RotaryAttention | None:
-    """Returns a new forward for the attention layer `module`, which applies RoPE with the kernel. Returns None if the
-    layer's own forward cannot be copied, or calls no `apply_rotary_pos_emb`. Returns None also if it pairs other
-    numbers of a head than i and i + R / 2, where R numbers are rotated."""
+    """Returns a forward for the attention layer `module` that applies RoPE with the kernel. Returns None if the layer's
+    own forward cannot be copied, or calls no `apply_rotary_pos_emb`. Also returns None if it rotates other pairs than i
+    and i + R / 2 of a head's first R numbers."""
     forward = type(module).forward
     while (inner := getattr(forward, "__wrapped__", None)) is not None and _renames_arguments(forward):
         forward = inner

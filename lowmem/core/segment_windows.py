@@ -32,8 +32,7 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates slots, each large enough for the weights of any of `segments` (ranges of blocks). Keeps the old
-        slots if their size is right."""
+        """Allocates slots, each large enough for the weights of any of `segments`. Keeps slots of the right size."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -130,8 +129,7 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def forget(self) -> None:
-        """Forgets the saved inputs of the previous group of micro-batches, and frees the device memory of their
-        copies."""
+        """Forgets the saved inputs of the previous group of micro-batches, and frees their device memory."""
         self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
@@ -147,8 +145,7 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Queues a copy to RAM of the input that `segment` has saved in `saved`. Does nothing if that input is not
-        contiguous, or if the segment's saved graph holds it."""
+        """Queues a copy to RAM of the segment's input in `saved`, if it is contiguous and no saved graph holds it."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -188,15 +185,13 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final (fully summed) gradients from the device to RAM, where they wait for their updates. StateWindow
-    (window.py) copies them back."""
+    """Copies final (fully summed) gradients to RAM, to wait for updates. StateWindow (window.py) copies them back."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Queues copies of the gradients of `parts` to RAM. Before that, frees the device memory of gradients that
-        earlier calls have sent."""
+        """Frees the device memory of gradients sent earlier, and queues copies of the gradients of `parts` to RAM."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)

@@ -24,9 +24,8 @@ class Among(StrEnum):
 
 
 class Gatherer:
-    """All-gathers the sharded matrices of one unit, such as a block. Subclasses define three methods. `_gather()`
-    starts the all-gather and returns a handle, `_arrive(handle)` makes later kernels wait for it, and `_free()` frees
-    the gathered weights."""
+    """All-gathers the sharded matrices of a unit, such as a block. Subclasses define three methods: `_gather()` starts
+    and returns a handle, `_arrive(handle)` makes later kernels wait, and `_free()` frees the weights."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -58,10 +57,9 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """All-gathers sharded weights before the blocks that use them run. Several ranks use it instead of WeightWindow
-    (segment_windows.py). `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for the
-    final norm (and an untied head). `blocks`: all blocks. `bring` frees neither the weights of units -1 and
-    len(blocks), nor those of the blocks `staying`."""
+    """All-gathers sharded weights before the blocks that use them run, instead of WeightWindow (segment_windows.py).
+    `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for an untied head. `bring`
+    frees the weights of `blocks` (all blocks), except those `staying`."""
 
     fetches = True
 
@@ -69,8 +67,7 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Registers hooks on `decoder` that gather the weights of a block, the embeddings or the head if they are
-        missing when it runs, as in an evaluation. All ranks must run the modules in the same order."""
+        """Registers hooks that gather weights in an evaluation. All ranks must run the modules in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -86,9 +83,8 @@ class GatheredWeights:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available to kernels launched from now on, and starts to gather those of
-        `following`, the blocks that run next. Frees the weights of other blocks, except the blocks `staying`. All ranks
-        must make the same calls in the same order. All pending updates of `blocks` and `following` must be made
-        before."""
+        `following`, the blocks that run next. Frees those of other blocks, except the blocks `staying`. All ranks must
+        make the same calls in the same order. No update of `blocks` or `following` may be pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:

@@ -34,9 +34,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds the loss of a step (mean over the tokens with a label, in nats) and the norm of all gradients before
-    clipping. `updated`: False if that norm is not finite, so that no weight changes. `positions`: number of token
-    positions in the batch, over all ranks and with padding."""
+    """Holds a step's loss (mean over the tokens with a label, in nats) and the norm of all gradients before clipping.
+    `updated`: False if that norm is not finite. `positions`: number in the micro-batches of all ranks, with padding."""
 
     loss: float
     grad_norm: float
@@ -49,13 +48,11 @@ class StepAbandoned(Exception):
 
 
 class TrainingStep:
-    """Makes one optimizer step per call. Callers may set two functions.
-
-    `abandoned()` is called before each micro-batch of a segment or evaluation, unless weights may have been updated
-    (`halfway`). If it returns True, StepAbandoned is raised. `make_room(where, reason)` is called if memory runs out;
-    `where` is STEP, HALFWAY, UPDATES or EVALUATION. It must free memory, by emptying the cache or by `change_layout`.
-    Then the attempt is repeated. If it cannot free memory, or if `where` is HALFWAY, it must raise an error.
-    """
+    """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before each micro-batch
+    of a segment or evaluation, unless backward may have updated weights (`halfway`). If it returns True, StepAbandoned
+    is raised. `make_room(where, reason)` is called if memory runs out; `where`: STEP, HALFWAY, UPDATES or EVALUATION.
+    It must free memory, by emptying the cache or by `change_layout`; then the attempt is repeated. If it cannot, or if
+    `where` is HALFWAY, it must raise an error."""
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
@@ -139,8 +136,8 @@ class TrainingStep:
         return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
-        """Runs the whole batch forward and backward. Returns the sum of all tokens' losses, and the norm of all
-        gradients. The gradients are those of this sum times `work.scale`."""
+        """Runs all micro-batches of `work` forward and backward. Returns the sum of all tokens' losses, and the norm of
+        the gradients of `work.scale` times this sum, both over all ranks."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -157,7 +154,7 @@ class TrainingStep:
         return loss, gradients.end()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs a group (micro-batches that pass one segment together) forward, and backward to the first block.
+        """Runs a group (micro-batches that pass each segment together) forward, and backward to the first block.
         Returns, for each micro-batch, its loss summed over tokens, and its gradient for the first block's input."""
         hidden, extras, saved = self._forward(work)
         losses, output_gradients = self._losses(work, hidden)
@@ -233,8 +230,7 @@ class TrainingStep:
 
     @property
     def updates(self) -> int:
-        """Returns the number of optimizer updates so far, pending ones included. A step whose gradients are not finite
-        makes none."""
+        """Returns the number of steps so far that have updated weights, those with pending updates included."""
         return self._updates.hyper.update
 
     @updates.setter
@@ -285,9 +281,8 @@ class TrainingStep:
 
     def change_layout(self, layout: Layout) -> bool:
         """Uses `layout` from now on. If it has states of fewer units on the GPU, moves the others into RAM; returns
-        False if CUDA refuses to page-lock them. If memory for device buffers runs out, raises OutOfMemoryError, and has
-        changed the layout nevertheless. Raises ValueError if `layout.fixed_homes` differs from that of the old
-        layout."""
+        False if CUDA refuses to page-lock them. If memory for device buffers runs out, changes the layout nevertheless,
+        and raises OutOfMemoryError. Raises ValueError if `fixed_homes` would change."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu

@@ -1,5 +1,4 @@
-"""Copies tensors between a device and RAM or a disk. Copies run on lanes: queues of work in order, on a GPU CUDA
-streams."""
+"""Copies tensors between a device and RAM or a disk, on lanes: queues of work, which are CUDA streams on a GPU."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,8 +29,7 @@ class Lane(StrEnum):
 
 
 class Transfers:
-    """Copies tensors for a device whose memory is RAM: the CPU copies, and each copy is done when the call returns.
-    CudaTransfers overrides this for a GPU."""
+    """Copies tensors if the device is the CPU: each copy is done when the call returns. CudaTransfers is for GPUs."""
 
     host_buffer: MakeTensor | None = None  # allocates page-locked RAM for copies from and to a disk; None: not needed
 

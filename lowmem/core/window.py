@@ -105,8 +105,7 @@ class StateWindow:
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
-        """Allocates slots (device buffers), each large enough for the states of any of `pieces` (ranges of parameters).
-        No copy may be under way."""
+        """Allocates slots (device buffers) that fit the states of any of `pieces`. No copy may be under way."""
         sizes: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, home in piece.homes.items() if piece.streamed else ():
@@ -135,15 +134,13 @@ class StateWindow:
         return slot.inside
 
     def fetch_ahead(self) -> None:
-        """Queues copies of the next states of the pass into all slots (device buffers) whose states have been given
-        back."""
+        """Queues copies of the next states of the pass into all free slots (device buffers)."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
 
     def give_back(self, piece: Piece) -> None:
-        """Queues a copy of the updated state of `piece` to the place where it is stored. `piece` must be the one that
-        was taken most recently."""
+        """Queues a copy of the updated state of `piece`, the last one taken, to the place where it is stored."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state

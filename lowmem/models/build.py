@@ -209,7 +209,7 @@ def make_decoder(
     config: PretrainedConfig, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE
 ) -> Decoder:
     """Makes a Decoder (a model split into embedding, blocks and head) from `config`, without weights. `precision`:
-    dtype of the weights in forward and backward, such as "bf16". `residual`: dtype of the residual stream, "fp32" or
+    dtype of the matrices in forward and backward, such as "bf16". `residual`: dtype of the residual stream, "fp32" or
     "16bit". `fused_kernels`: kernels that layers may use. Raises InputError if the model cannot be trained."""
     model = build_model(config)
     fuse_gelu(model)
@@ -217,9 +217,8 @@ def make_decoder(
 
 
 def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Splits `model` into a Decoder: embedding, blocks and head. If `precision` is "bf16" or "fp16", replaces layers of
-    `model` to compute matrix products in this dtype. `residual`: dtype of the residual stream, "fp32" or "16bit".
-    `fused_kernels`: kernels that the replaced layers may use."""
+    """Splits `model` into a Decoder: embedding, blocks and head. If `precision` is "bf16" or "fp16", makes layers of
+    `model` compute matrix products in this dtype. The other arguments are those of `make_decoder`."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)

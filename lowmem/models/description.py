@@ -160,8 +160,7 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds the names that transformers 4 reads to the `fields` of a config.json and of configs inside it, in place.
-    Returns `fields`."""
+    """Adds transformers 4's names to a config.json's `fields` and to configs in them, in place. Returns `fields`."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -206,9 +205,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's published files, edited so that transformers 4 and 5 read the same tokenizer, and with the
-    chat template of the training. `made`: a Rehearsal's folder; if it exists, its tokenizer files are copied
-    instead."""
+    """Writes the tokenizer's published files, edited so that transformers 4 and 5 read the same tokenizer, with the
+    chat template of the training. If the folder `made` of a Rehearsal exists, copies its tokenizer files instead."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():

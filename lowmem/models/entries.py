@@ -47,9 +47,8 @@ class Entry:
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {name: entry} of the tensors in a file, in the order of their bytes. Also returns the keys that lead to
-    these tensors in nested dictionaries, such as ["model"]; [] if there are none. Raises InputError if the file cannot
-    be read."""
+    """Returns {name: entry} of the tensors in a file, in the order of their bytes, and the keys of nested dictionaries
+    that lead to them, such as ["model"]. Raises InputError if the file cannot be read."""
     entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
     return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
@@ -112,7 +111,7 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
     """Returns the Entry of `tensor`, which was loaded from a .bin file without data. `members`: {offset: size}, in
-    bytes, of the file's storages. Raises InputError if the values cannot be read by offset."""
+    bytes, of the file's uncompressed members. Raises InputError if the values cannot be read by offset."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:

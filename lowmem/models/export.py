@@ -35,10 +35,10 @@ def export_model(
     generation_config: GenerationConfig | None = None, tokenizer_files: Path | None = None,
     order: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, shard_bytes: int = 256 * MIB,
 ) -> list[str]:  # fmt: skip
-    """Writes a trained model into `folder`. `AutoModelForCausalLM.from_pretrained` then computes the same logits, bit
-    for bit. Replaces an older folder only after the new one is complete and on the disk. Returns sentences on weights
-    that are not finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot hold a
-    weight, and LowmemError if the folder cannot be written.
+    """Writes a trained model into `folder`; transformers' `from_pretrained` then computes the same logits, bit for bit
+    if `dtype` is fp32. Replaces an older folder only after the new one is complete and on the disk. Returns sentences
+    on weights that are not finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot
+    hold a weight, and LowmemError if the folder cannot be written.
 
     `parameters`: (name, tensor) of all parameters. A tensor may come as several flat chunks, in order. The memory of a
     tensor may be reused when the next one is asked for. `order`: the parameters' names in the order of the files; None:
@@ -105,7 +105,7 @@ def _write_shards(
     folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
 ) -> list[str]:  # fmt: skip
-    """Writes `parameters` into safetensors shards of about `shard_bytes`. Each one's place follows from `order` and
+    """Writes `parameters` into safetensors shards of about `shard_bytes`. A parameter's place follows from `order` and
     `shapes`, so `parameters` may come in any order. Returns a warning in a list if values are not finite, else []."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     named = dict(model.named_parameters())

@@ -90,8 +90,7 @@ Turn = tuple[PreTrainedModel, nn.Module]  # (the innermost model around a module
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Unties the weights of `model`: each tied name gets a separate parameter on `meta`. Returns {name: Owner (module,
-    attribute)} of the parameters, without the tied names."""
+    """Gives each tied name of `model` a separate parameter on `meta`. Returns {name: Owner}, without the tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -105,8 +104,7 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields a Turn for `module` and for each of its submodules, children first. A Turn is one call of `_init_weights`:
-    (model that initializes, module). `model`: the innermost model around `module`."""
+    """Yields a Turn, one call of `_init_weights`, for `module` and for each of its submodules, children first."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module

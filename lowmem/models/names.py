@@ -51,9 +51,8 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {parameter name: Entry (place of a tensor in a file)}, in the order of the files, and remarks for the
-    log. `entries`: {name in the files: Entry}. Raises InputError if names, shapes or dtypes do not fit. `source`: the
-    checkpoint's name in messages."""
+    """Returns {parameter: Entry}, in the order of `entries` {name in the files: Entry}, and remarks for the log. Raises
+    InputError if names, shapes or dtypes do not fit, or two entries of a parameter differ. `source`: for messages."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     if fit.problems():
         raise _refusal(model, entries, source, fit)
@@ -66,9 +65,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns ways to match names in the files with the model's parameter names. The first way only removes prefixes of
-    wrappers (torch.compile, FSDP). Each further one also removes a prefix that many names share. If the first way has
-    no problems, it is the only one."""
+    """Returns ways to match names in the files with the model's parameter names. The first only removes prefixes of
+    wrappers, such as torch.compile. If it has problems, further ways also remove a prefix that many names share."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]
