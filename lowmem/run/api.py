@@ -1,6 +1,5 @@
-"""Defines the Python interface, `import lowmem`: plans, whole runs, and a model for your own training loop
-(docs/python.md). Your own loop has no learning-rate schedule, pictures or report. It handles no signals, and does not
-recover if GPU memory runs out."""
+"""Defines the Python interface, `import lowmem`: plans, whole runs, and a model for your own loop (docs/python.md).
+Training in such a loop has no learning-rate schedule, pictures, report, signal handling or out-of-memory recovery."""
 
 import json
 import threading
@@ -49,10 +48,10 @@ def _check_kind(settings: Settings) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Predicts memory and time of training, and returns them as a Plan. The plan is for the card that `settings.gpu`
-    names; None stands for this machine. `gpus`: number of GPUs in each of `machines` machines, which all train one
-    model; the figures are those of one GPU. Raises PlanError, which names the smallest caps that fit, if training does
-    not fit under the memory caps. Raises InputError for a model that cannot be trained block by block."""
+    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names; None: this
+    machine. `gpus`: number of GPUs in each of `machines` machines, which all train one model; the plan is that of one
+    GPU. Raises PlanError, which names the smallest caps that fit, if training does not fit under the memory caps.
+    Raises InputError for a model that cannot be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
@@ -80,11 +79,10 @@ def train(settings: Settings) -> dict:
 @warnings_end_nothing()
 def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Returns a model with its weights, planned for this machine. Load one model per process, because the GPU cap is
-    set for the whole process. The RAM cap limits only the plan, not the process. A batch may have at most
-    `settings.batch` sequences of `settings.seq` tokens. `resume`: a checkpoint, or a folder of checkpoints, whose
-    newest undamaged one is loaded; None: initial weights. If `resume` has no checkpoint, loads initial weights and
-    gives a UserWarning. Also warns if fused kernels or page-locked memory cannot be used. Raises LowmemError for errors
-    that a user can cause."""
+    set for the whole process. The RAM cap limits only the plan. A batch may have at most `settings.batch` sequences of
+    `settings.seq` tokens. `resume`: a checkpoint, or a folder with checkpoints, whose newest undamaged one is loaded.
+    Loads initial weights if `resume` is None or, with a UserWarning, has no checkpoint. Also warns if fused kernels or
+    page-locked memory cannot be used. Raises LowmemError for errors that a user can cause."""
     _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
@@ -134,9 +132,9 @@ def _checkpoints_of(folder: Path) -> list[Path]:
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, for transformers' `from_pretrained`. Replaces an older
-    export. Raises InputError if `folder` has other files, or is in the run folder of `lowmem train`. Raises LowmemError
-    if a weight is too large for `model.settings.export_dtype`. Warns of weights that are not finite, and of files that
-    could not be written."""
+    export. Raises InputError if `folder` has other files, or is one that a run of `lowmem train` writes. Raises
+    LowmemError if a weight is too large for `model.settings.export_dtype`. Warns of weights that are not finite, and of
+    files that could not be written."""
     folder = Path(folder).expanduser()
     if any(path.name in FOLDERS and is_run(path.parent) for path in (folder.absolute(), folder.resolve())):
         raise InputError(f"{folder} is in the folder of a run of the scripts, which writes there: give another one")

@@ -1,6 +1,5 @@
-"""Computes the batch size of an optimizer step from other trainers' options, such as Hugging Face's
-per_device_train_batch_size x gradient_accumulation_steps. lowmem's own option, --batch, is the number of sequences in
-an optimizer step."""
+"""Computes --batch, the number of sequences in an optimizer step, from other trainers' options, such as Hugging Face's
+per_device_train_batch_size x gradient_accumulation_steps."""
 
 from collections.abc import Callable
 
@@ -12,10 +11,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
-    """Replaces other trainers' batch options in `chosen`, {option: value}, by `batch` and `micro_batch`, and returns
-    the result. PER_DEVICE and AT_ONCE are the number of sequences that run at once. ACCUMULATION is the number of such
-    runs per optimizer step. `spelled`: {option: its name as typed}. `say` gets a sentence if the batch was computed.
-    Raises InputError if these options do not determine the batch, or contradict each other."""
+    """Returns `chosen`, {option: value}, with AT_ONCE renamed to `micro_batch`. `batch` replaces PER_DEVICE (sequences
+    in a micro-batch) and ACCUMULATION (micro-batches in a step). `spelled`: {option: its name as typed}. `say` gets a
+    sentence if the batch was computed. Raises InputError if these options do not give a batch, or conflict."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
     per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))

@@ -115,7 +115,7 @@ def _check_room(root: Path, store: Store, more_bytes: int) -> None:
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
     """Returns weights ("working") and optimizer states of `part`, {name: (this rank's shard, number of entries in all
-    ranks' shards)}. A part is all matrices, or all vectors, of a unit such as a block."""
+    ranks' shards, without padding)}. A part is all matrices, or all vectors, of a unit such as a block."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -126,8 +126,7 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """Returns the header of the .safetensors file of `part` (the matrices or vectors of a unit such as a block): all
-    bytes before the tensors."""
+    """Returns all bytes before the tensors in the .safetensors file of `part`, such as the matrices of a block."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
     # In part.places: the place of each parameter in the flat tensors, {parameter: [start, *shape]}.
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
@@ -155,11 +154,10 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """Loads the newest undamaged checkpoint into `store`, and returns its path and the content of state.json.
-    `checkpoints`: newest first; if empty, returns None. `identity`: settings, data and model of this run; InputError if
-    the checkpoint has others. `say` gets a sentence about each damaged checkpoint. If all are damaged and `required` is
-    True, raises Damaged. If all are damaged and it is False, renames them, fills `store` with zeros, and returns
-    None."""
+    """Loads the newest undamaged of `checkpoints` (newest first) into `store`. Returns its path and the content of
+    state.json, with metrics.jsonl's text under "metrics"; None without checkpoints. `identity`: this run's settings,
+    data and model. Raises InputError if the checkpoint's differ. `say` gets a sentence about each damaged one skipped.
+    If all are damaged: raises Damaged if `required`; else renames them, fills `store` with zeros, and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))

@@ -24,9 +24,9 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `out` set to the run's output folder, and `model` set to the path of the model to train.
-    For a run folder, that is its exported model. `say` gets a sentence about each change. Raises InputError if training
-    with these settings cannot work."""
+    """Returns `settings` with `out` set to the run's output folder. If `model` is a run folder or (without `plan_only`)
+    a GGUF file, sets it to the folder of the model to train. `say` gets remarks on these changes. Raises InputError if
+    training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -56,9 +56,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `model` set to the path of the model to train. For a run folder, that is its exported
-    model. `say` gets a sentence about the change. Raises InputError if this machine, the GPU named by `gpu` or the
-    model cannot be used."""
+    """Returns `settings`. If `model` is a run folder or (without `plan_only`) a GGUF file, sets it to the folder of the
+    model to train. `say` gets remarks on this. Raises InputError if this machine, `gpu` or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
@@ -72,8 +71,8 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
     """Returns `settings` with `model` replaced in two cases: a run folder by its exported model, and a GGUF file by a
-    folder with the converted model. With `plan_only`, a GGUF file is not converted. `say` gets a sentence about a
-    change. Raises InputError if there is no such model, or if it cannot be trained."""
+    folder with the converted model. With `plan_only`, a GGUF file is not converted. `say` gets remarks on the model.
+    Raises InputError for a path without a model, and for a model that cannot be trained."""
     with _paths_refused_in_a_sentence():
         model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if remark is not None:

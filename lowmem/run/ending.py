@@ -1,5 +1,4 @@
-"""Ends a training run: exports the model, and makes report, pictures and summary. If one of these parts fails, the
-others are still made."""
+"""Ends a training run: makes export, report, pictures and summary. If one of these parts fails, makes the others."""
 
 import importlib.util
 import json
@@ -40,8 +39,8 @@ class Ending:
         self._session = session
 
     def was_finished(self) -> bool:
-        """Returns True if an earlier command has done all steps, the export and the report with the settings of this
-        run. If so, logs how to train longer."""
+        """Returns True if an earlier command has finished this run with the same settings, except `resume`: training,
+        export, report and pictures. If so, logs how to train longer."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = session.log.rows
@@ -65,9 +64,8 @@ class Ending:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Logs an error in the `with` block and adds it to `failed`, instead of raising it. `name`: the block's name in
-        the log, such as "the export". Raises CapExceeded, Stopped, and the exceptions in NO_ERRORS, such as
-        KeyboardInterrupt. While several ranks (processes) run the block, also raises an error that they do not raise
-        together."""
+        the log. Still raises CapExceeded, Stopped, and exceptions in NO_ERRORS, such as KeyboardInterrupt. If several
+        ranks (processes) run the block, also raises errors that they do not raise together."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -82,7 +80,7 @@ class Ending:
 
     def finish(self, done: int) -> None:
         """Exports the model after `done` steps (with --keep-best, the best one), writes report and pictures, and logs a
-        summary. If a part fails, does the others and then raises LowmemError, which says where the weights are."""
+        summary, even if a part fails. Then raises LowmemError, which says where the weights are, if any failed."""
         session = self._session
         session.log.end_bar()
         exported = self._take_best(done)
@@ -118,8 +116,8 @@ class Ending:
 
     def _take_best(self, done: int) -> int | None:
         """Returns the step whose weights are exported. Without --keep-best, it is `done`. With it, it is the step with
-        the lowest held-out loss, whose checkpoint is loaded; `done` if that checkpoint is damaged. Returns None if
-        loading has failed halfway, so that the weights are incomplete."""
+        the lowest held-out loss and a kept checkpoint, which is loaded; `done` if that checkpoint is damaged. Returns
+        None if loading has failed halfway, so that the weights are incomplete."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done

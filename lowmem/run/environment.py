@@ -1,5 +1,4 @@
-"""Handles environment variables that other packages read, so that their values do not end training with a traceback.
-Also sets one that OpenMP's threads read."""
+"""Handles environment variables of other packages, so that none ends training with a traceback. Sets one for OpenMP."""
 
 import getpass
 import logging

@@ -54,8 +54,8 @@ def is_missing(session: Session) -> bool:
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
-    """Returns the held-out losses after step `done`, as a part of a row of metrics.jsonl. Returns {} if a second
-    signal, such as Ctrl-C, interrupts the evaluation. The evaluation after the last step cannot be interrupted."""
+    """Returns the held-out losses after step `done`, for its row of metrics.jsonl. Returns {} if a second signal, such
+    as Ctrl-C, interrupts the evaluation. After the last step, or with several ranks (processes), no signal does."""
     if done == session.steps:
         session.step.abandoned = None
         stop.now("the last evaluation, then saving and the export", "changes nothing")
@@ -109,11 +109,10 @@ def sample(
     decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0,
     alone: bool = True,
 ) -> str:  # fmt: skip
-    """Generates a text. Returns "sample: " followed by the text, or "no sample: " followed by the reason. The text
-    continues `prompt` by at most SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True to ask
-    `prompt` as a question in the model's chat template. `temperature`: 0 takes the likeliest token each time. The
-    states of torch's random generators do not change. `alone`: False if other ranks (processes) wait for this one; a
-    RuntimeError is then raised, not returned as the reason."""
+    """Returns "sample: " plus a generated text, or "no sample: " plus the reason. The text continues `prompt` by at
+    most SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True to ask `prompt` as a question in the
+    chat template. `temperature`: 0 takes the likeliest token each time. Leaves torch's random generators unchanged.
+    `alone`: False if other ranks (processes) wait for this one; then a RuntimeError is raised, not returned."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:
@@ -162,7 +161,6 @@ def sample(
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns two sums over the tokens with a label in the first `limit` batches: their loss in nats, and their
-    number."""
+    """Returns (summed loss in nats, number of tokens) for the tokens with a label in the first `limit` batches."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

@@ -42,9 +42,9 @@ def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None) -> dict:
-    """Returns the content of "loss" in report.json, with None for unknown losses. `eval_first`: the held-out loss
-    before training, or None. `exported_step`: the step of the exported weights; None: the final step. In the result,
-    `diverged` is True if the exported weights' held-out loss is NaN or above `eval_first`."""
+    """Returns the content of "loss" in report.json, with None or NaN for unknown losses. `eval_first`: the held-out
+    loss before training, or None. `exported_step`: the step of the exported weights; None: the final step. `diverged`:
+    True if the exported weights' held-out loss (if unknown, the last one) is NaN or above `eval_first`."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -120,8 +120,8 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns the number of steps of the whole run. If `settings` have only epochs, estimates it from the epoch that
-    the final row has reached. Returns 0 if it is unknown."""
+    """Returns the number of steps of the whole run. If `settings` have no steps, estimates it from the last row's
+    epoch; returns 0 if there are no rows."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -145,9 +145,8 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
-    """Returns a tuple for "GPU", if it is used, and one for "RAM": (kind, {part of the memory: predicted bytes},
-    measured peak in bytes or None, cap in bytes or None). `measured`: {name in report.json: bytes}, None before
-    training."""
+    """Returns a tuple for "GPU", if it is used, and one for "RAM": (kind, {part of the memory: predicted size},
+    measured peak or None, cap or None), in bytes. `measured`: {name in report.json: bytes}, None before training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -102,8 +102,8 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes the unfinished files of a killed save from `root`, the folder of checkpoints. If the save was to replace
-    a checkpoint of the same step and did not, restores the replaced one."""
+    """Removes unfinished and half-removed checkpoints from `root`, the folder of checkpoints. Restores a checkpoint
+    that a killed save of the same step has moved aside, unless the new one is complete."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)

@@ -61,8 +61,7 @@ def kernels_of(identity: dict) -> Kernels:
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training cannot be resumed from `checkpoint`. `state`:
-    content of its state.json. `identity`: {name: value} of the run that would resume; other names in `state` are not
-    compared."""
+    content of its state.json. `identity`: {name: value} of the resuming run; names that it lacks are not compared."""
     saved = state.get("identity", {})
     if "fused_kernels" in saved:
         saved = saved | {"fused_kernels": kernels_of(saved).names}

@@ -25,8 +25,7 @@ class Course:
     decay_from: int
 
     def rate(self, update: int) -> float:
-        """Returns the learning rate of update number `update`, counted from 0. Neither the first nor the final rate is
-        0."""
+        """Returns the learning rate of update `update`, counted from 0. Neither the first nor the final rate is 0."""
         if update < self.warmup_updates:
             return self.peak * (update + 1) / self.warmup_updates
         progress = min(max(update - self.decay_from, 0) / max(self.updates - self.decay_from, 1), 1.0)
@@ -51,10 +50,9 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Tests if a run with the settings `saved` may be extended to the settings `wanted`, which have more steps. If so,
-    returns the steps, schedule and lr in `saved`. Returns {} if `wanted` does not have more steps. If "steps" is
-    missing in `wanted`, assumes that they are more. Raises InputError if there are more steps and neither schedule is
-    constant."""
+    """Tests if a run with the settings `saved` may be extended to the settings `wanted`. If so, or if `wanted` lacks
+    "steps", returns the steps, schedule and lr in `saved`. Returns {} if `wanted` does not have more steps, or if
+    `saved` lacks one of the three. Raises InputError if `wanted` has more steps and neither schedule is constant."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}
@@ -69,7 +67,7 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
     """Tells the user how the learning rate goes on in an extended run. `course`: its new schedule. `saved`: content of
-    the state.json of its checkpoint."""
+    its checkpoint's state.json."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(

@@ -53,9 +53,9 @@ class LoadedModel:
     def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:
         """Saves weights and optimizer states after `done` steps as folder/checkpoints/step-..., and returns that path.
         `lowmem.load(settings, resume=folder)` goes on with the same bits, if batches and rates are the same. Keeps the
-        newest `keep_last` checkpoints. A kill at any moment leaves a valid one. Raises InputError if `folder` is a run
-        folder of `lowmem train`, or has checkpoints of another loop with more steps. Raises LowmemError, with earlier
-        checkpoints intact, if the disk is full."""
+        newest `keep_last` checkpoints. After the first save, a kill at any moment leaves a valid one. Raises InputError
+        if `folder` is a run folder of `lowmem train`, or has checkpoints of another loop with more steps. Raises
+        LowmemError, with earlier checkpoints intact, if the disk is full."""
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")
@@ -80,10 +80,10 @@ class LoadedModel:
     def read(
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
     ) -> tuple[Path, dict] | None:
-        """Loads weights, optimizer states and counters of training from the newest undamaged checkpoint. Returns its
-        path and the content of its state.json, or None if nothing was loaded. `checkpoints`: newest first. `identity`:
-        settings, data and model, which must be the same in the checkpoint. `say` gets a sentence about each damaged
-        checkpoint. `required`: True to raise Damaged if all are damaged."""
+        """Loads weights, optimizer states and counters of training from the newest undamaged of `checkpoints` (newest
+        first). Returns its path and the content of state.json, with metrics.jsonl's text under "metrics"; None if
+        nothing was loaded. `identity`: settings, data and model, which must be the checkpoint's, too. `say` gets a
+        sentence about each damaged one that is skipped. `required`: True to raise Damaged if all are damaged."""
         loaded = load_newest(checkpoints, self.step.store, identity, say, required)
         if loaded is not None:
             _, state = loaded

@@ -216,8 +216,7 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Appends `lines` to the file. Returns a message if writing fails for the first time, or for the first time
-        after a success; else None."""
+        """Appends `lines` to the file. Returns a message if this fails and the write before did not, else None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:

@@ -21,10 +21,9 @@ SECONDS_TO_TELL = 5
 
 
 def main(defaults: Settings, arguments: list[str] | None = None, ends_process: bool | None = None) -> int:
-    """Trains, or only prints a plan or examples of the data, and returns the exit code. `arguments`: options that
-    override `defaults`, None for the process's command line. `ends_process`: True if the process exits after this call;
-    later signals then do not change the exit code. False restores the earlier signal handlers. None means True if
-    `arguments` is None."""
+    """Trains, or only prints a plan or data, and returns the exit code. `arguments`: options that override `defaults`,
+    None for the process's command line. `ends_process`: True if the process exits after this call; later signals then
+    do not change the exit code. False restores the earlier signal handlers. None means True if `arguments` is None."""
     escape_what_stdout_lacks()
     settings = defaults
     try:

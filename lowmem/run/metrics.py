@@ -61,9 +61,9 @@ def computed(rows: list[dict]) -> str:
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
-    """Returns the rows of metrics.jsonl up to a checkpoint, and True if the run folder `folder` holds the checkpoint's
-    run. `state`: the result of load_checkpoint, with the checkpoint's own rows. These lack times, speeds and memory,
-    which are read from metrics.jsonl in `folder`. A value that is not there is None."""
+    """Returns the rows of metrics.jsonl up to a checkpoint, and True unless the run folder `folder` has another run's
+    rows. `state`: the result of load_checkpoint, with the checkpoint's own rows. They lack times, speeds and memory,
+    which come from metrics.jsonl in `folder`, or are None."""
     # The folder's rows may come from another run, or lack lines after a power cut.
     there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
     if state["metrics"] is None:  # an older checkpoint
@@ -84,8 +84,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def finite(content: object, shown: Callable[[float], float] = float) -> object:
-    """Returns a copy of nested dicts and lists with None in place of NaN and infinity. Any other float x is replaced by
-    `shown(x)`."""
+    """Copies nested dicts and lists. Replaces NaN and infinity by None, and any other float x by `shown(x)`."""
     if isinstance(content, dict):
         return {key: finite(value, shown) for key, value in content.items()}
     if isinstance(content, list | tuple):

@@ -44,8 +44,8 @@ def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def _differences(file: Path, settings: Settings) -> Iterator[str]:
-    """Yields a phrase on each difference between `settings` and an earlier run's settings.json, `file`, because of
-    which that run cannot be resumed. Yields nothing if `file` does not exist."""
+    """Yields a phrase on each difference from an earlier run's settings.json, `file`, that prevents `settings` from
+    resuming that run. Yields nothing if `file` does not exist."""
     if not file.exists():
         return
     if not (saved := read_run_json(file)):

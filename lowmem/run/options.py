@@ -58,8 +58,8 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
-    """Returns the one of `names` that the user has typed, in small or capital letters. `synonyms`: {another word: one
-    of `names`}. Raises ValueError for any other text."""
+    """Returns the one of `names` that the user has typed, ignoring case. `synonyms`: {another word: one of `names`}.
+    Raises ValueError for any other text."""
     name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
     if name not in names:
         raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
@@ -139,8 +139,7 @@ SYNONYMS = {  # {field: {other word, in lower case with underscores: value}}
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """Returns the placeholder or choices that --help shows for a field of Settings, and the function that parses its
-    value."""
+    """Returns the placeholder or choices that --help shows for a field of Settings, and the parser of its value."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):

@@ -37,10 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan (predicted memory and time) for one of torchrun's processes. There are `gpus` processes on each
-    of `machines` machines. `as_json`: True to print the content of plan.json. `write`: True to write also plan.json and
-    memory.png into the output folder, unless it holds a run. Raises PlanError if training does not fit; with `as_json`,
-    first prints the refusal as JSON."""
+    """Prints the plan (predicted memory and time) for one of torchrun's processes. `gpus`: processes on each machine.
+    `as_json`: True to print it as JSON. `write`: True to also write plan.json and memory.png into the output folder,
+    unless it holds a run. Raises PlanError if training does not fit; with `as_json`, prints the refusal first."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 

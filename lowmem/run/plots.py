@@ -1,7 +1,6 @@
-"""Draws pictures of a training run: its loss, and its memory next to the prediction. Imports matplotlib only when it
-draws.
+"""Draws pictures of a training run: its loss, and its memory next to the prediction. Imports matplotlib only to draw.
 
-pyplot is not used. So no window system is needed, and neither MPLBACKEND nor a matplotlibrc changes a picture.
+Uses the default style and no pyplot, so it needs no window system, and ignores MPLBACKEND and a matplotlibrc.
 """
 
 import math

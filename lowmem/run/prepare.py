@@ -140,8 +140,7 @@ def plan_here(
 
 
 def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -> Kernels:
-    """Returns the fused kernels for `precision` that run on the GPUs of all ranks. `say` gets the reason why others do
-    not."""
+    """Returns the fused kernels for `precision` that run on all ranks' GPUs. `say` gets the reason if others do not."""
 
     def without(kernels: Kernels, reason: str) -> None:
         which = "" if kernels == wanted else f" of {' and '.join(kernels.names)}"
@@ -205,8 +204,8 @@ def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decod
 
 
 def write_weights(model: LoadedModel, weights: Weights) -> None:
-    """Writes `weights` into the model. Raises InputError if ranks (processes) have read different weights. Also raises
-    it if embedding, blocks and head, run in turn, do not compute what the whole model does."""
+    """Writes `weights` into the model. Raises InputError if the vectors among them differ between ranks (processes).
+    Also raises it if embedding, blocks and head, run in turn, do not compute the logits of the whole model."""
     store = model.step.store
     store.write(weights)
     if store.ranks.count > 1:
@@ -307,8 +306,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
     """Loads the newest undamaged checkpoint into the session, with the run's counters and log. If none is loaded,
-    writes the initial `weights` into the model; None: reads them first. `resuming`: True if a checkpoint was found at
-    the start, so that plan and data have not been printed yet."""
+    writes the initial `weights` into the model; None: reads them first. `resuming`: True if a checkpoint was found, so
+    that plan and data are not printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

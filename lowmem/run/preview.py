@@ -40,8 +40,7 @@ def show_preview(settings: Settings) -> None:
 
 
 def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields lines about one example, split into trained and other tokens. `where`: its place in the data, in words.
-    `trained`: bool [tokens]."""
+    """Yields lines about the example at `where`, split into trained and other tokens. `trained`: bool [tokens]."""
     yield f"{where}: {len(tokens):,} tokens, {int(trained.sum()):,} of them trained on"
     start = 0
     for is_trained, run in itertools.groupby(trained.tolist()):

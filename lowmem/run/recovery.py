@@ -1,6 +1,6 @@
 """Continues training if GPU memory runs out. Repeats the failed work, first with the allocator's cache emptied, then
-with layouts that take less memory (docs/training.md). If the system refuses page-locked memory, optimizer states are
-copied from pageable memory, slower and without overlap."""
+with layouts that take less memory (docs/training.md). If the system refuses page-locked memory, tensors in RAM are
+copied from and to pageable memory, slower and without overlap."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -42,9 +42,8 @@ class Recovery:
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
         """Registers this object as the out-of-memory handler of `step`, unless several ranks (processes) train.
-        `smaller_layouts`: layouts that take less memory, in the order to try. `ram_refuses(moving, moved)`: returns why
-        `moving` bytes of optimizer states cannot move to RAM, or None. `moved`: all bytes of states moved since the
-        plan was made, including `moving`."""
+        `smaller_layouts`: in the order to try. `ram_refuses(moving, moved)`: returns why `moving` bytes of optimizer
+        states cannot move to RAM, or None. `moved`: bytes moved since the plan was made, these included."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -59,9 +58,9 @@ class Recovery:
             step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Frees GPU memory after an OutOfMemoryError with the message `reason`: empties the allocator's cache, or
-        changes the layout. `where`: the work that failed: STEP, HALFWAY (a step that has begun to update weights),
-        UPDATES or EVALUATION. Raises OutOfRoom if nothing is left to change."""
+        """Frees GPU memory after an OutOfMemoryError with the message `reason`: empties the allocator's cache and,
+        unless that alone may help, changes the layout. `where`: the work that failed: STEP, HALFWAY (a step that has
+        begun updates), UPDATES or EVALUATION. Raises OutOfRoom if nothing is left to change, and always for HALFWAY."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -141,8 +140,7 @@ class Recovery:
 
     def _fewest_states(self, layout: Layout) -> int:
         """Returns how many units (mostly blocks) keep their optimizer states on the GPU if training changes to
-        `layout`. The number is `layout.states_on_gpu`, or larger if RAM lacks room for the other states. It is never
-        above the present one."""
+        `layout`. This is its `states_on_gpu`, or more if RAM lacks room for the others, but never more than now."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -173,7 +171,7 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is the
     micro-batches that pass a segment of blocks together. If it has several, or must be the whole batch, it keeps its
     number of sequences. Else it becomes one micro-batch."""
     several = layout.group > 1 or layout.whole_batch
@@ -186,7 +184,7 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns a Recovery for `step`, which uses the smaller layouts in `plan`. It moves optimizer states to RAM only if
+    """Returns a Recovery for `step` with the smaller layouts in `plan`. It moves optimizer states to RAM only if
     --ram-limit and the free RAM have room for them."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
@@ -216,8 +214,7 @@ def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """Returns `plan` with the longer step time of copies from and to pageable memory: computing waits for each of
-    them."""
+    """Returns `plan` with the longer step time of copies from and to pageable memory, for which computing waits."""
     layout, held = plan.layout, plan.ram["train"]
     groups = math.ceil(plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group))
     copied = 2 * (held.get("streamed_states", 0) + held.get("streamed_gradients", 0))

@@ -15,8 +15,8 @@ from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences for the log: about the device, random weights, a byte-level tokenizer, and fields of the config
-    that training changes. `init`: the value of --init."""
+    """Returns sentences for the log on the device, random weights, a byte-level tokenizer, and fields of the config
+    that training overrides or removes. `init`: the value of --init."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 def computed_share(train: Batches, plan: Plan) -> list[str]:
     """Returns a list with one sentence on a typical batch: the share of its positions that are not computed, and the
-    share of padding in the others. Returns [] if all rows are computed at full length."""
+    share of padding in the rest. Returns [] if all rows are computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

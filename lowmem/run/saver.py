@@ -30,8 +30,8 @@ class Saver:
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
         """Saves a checkpoint after `done` steps, unless that step is saved already. Then raises Stopped if a signal has
-        asked to stop and training has not `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is
-        True or Stopped would follow. Otherwise logs a warning."""
+        asked to stop and training has not `ended`. If the checkpoint cannot be written: raises NotSaved if `must` is
+        True or Stopped would follow, else logs a warning."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:

@@ -37,9 +37,8 @@ class QuietLog:
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
     """Returns the planner's input for one rank (process), with its share of the batch and of the RAM cap. `mesh`: how
-    ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the checkpoint's
-    micro-batch size, used if the settings give none. Raises InputError for settings that several ranks do not
-    support."""
+    ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the checkpoint's,
+    used if the settings give none. Raises InputError for settings that several ranks do not support."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     # A resumed run has the same bits only with the same size, and a new plan might choose another.
     micro_batch = settings.micro_batch or micro_batch
@@ -73,10 +72,9 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
 
 
 def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
-    """Returns the ways (meshes) in which `count` ranks (processes) on `machines` machines may shard a model, in the
-    order to try. Sharding inside each machine comes before sharding over all. `alike`: True if all machines have
-    equally many ranks. `sharing`: number of ranks that shared a model before a resume, or None. If a mesh has this
-    number, only that mesh is returned."""
+    """Returns the ways (meshes) in which `count` ranks (processes) may shard a model, in the order to try. If `alike`
+    (all machines have equally many ranks), sharding inside each machine comes first; then over all. `sharing`: number
+    of ranks that shared a model before a resume, or None. If a mesh has this number, only that mesh is returned."""
     possible = [Mesh(count, machines=machines)]
     # Sharding over all machines sends more over the network, so it comes second.
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
@@ -88,10 +86,10 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
 def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
-    """Returns one rank's plan for the first of the `possible` meshes (ways to shard a model) that fits. The plan's
-    `settings` have the batch and the RAM limit of all ranks. `on_this_machine`: number of ranks that share the RAM cap.
-    `make`: makes a Plan from a Question. `micro_batch`: the checkpoint's micro-batch size, or None. Raises PlanError,
-    which names one rank's GPU memory and a machine's RAM, if no mesh fits."""
+    """Returns one rank's plan for the first of the `possible` meshes (ways to shard a model) that fits. Its `settings`
+    have the undivided batch and RAM limit. `on_this_machine`: number of ranks that share this limit. `make`: makes a
+    Plan from a Question. `micro_batch`: the checkpoint's, or None. Raises PlanError, which names one rank's GPU memory
+    and a machine's RAM, if no mesh fits."""
     for mesh in possible:
         mesh = replace(mesh, network=question.settings.network_rate_bytes)
         try:

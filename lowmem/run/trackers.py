@@ -76,8 +76,8 @@ class Trackers:
 
 def wandb_mode(settings: Settings) -> str:
     """Returns the mode of wandb: the value of --wandb, else that of WANDB_MODE. If neither is given, returns "online"
-    if --report-to names wandb, else "disabled". WANDB_MODE is ignored if --report-to names only others. It is also
-    ignored if --report-to is not given and WANDB_DISABLED is set. Raises InputError for an unknown WANDB_MODE."""
+    if --report-to names wandb, else "disabled". WANDB_MODE is ignored if --report-to leaves wandb out, or if
+    WANDB_DISABLED is set and --report-to is not given. Raises InputError for an unknown WANDB_MODE."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -142,8 +142,7 @@ def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
 
 
 def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Handles an uncaught error of a thread: calls `hook`, the former threading.excepthook, unless the thread is
-    TensorBoard's."""
+    """Passes an uncaught error to `hook`, the former threading.excepthook, unless TensorBoard's thread raised it."""
     # TensorBoard's writer raises the thread's error again in its next call.
     if not type(problem.thread).__module__.startswith("tensorboard"):
         hook(problem)
@@ -275,8 +274,7 @@ class _Wandb:
         self._run.finish()
 
     def leave(self) -> None:
-        """Ends wandb's service process within a time limit. Otherwise, Python would wait for it on exit, without a
-        limit."""
+        """Ends wandb's service process within a time limit. Otherwise, Python would wait for it on exit without one."""
         teardown = getattr(sys.modules.get("wandb"), "teardown", None)
         with suppress(Exception):  # its failure has been reported already
             try:
