@@ -30,9 +30,9 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Returns the `fields` of a config.json without those that training overrides or that prevent loading. The result
-    has the removed fields under the keys OWN (overridden) and LEFT_OUT (prevent loading). Does this in nested configs
-    (`*_config`), too. Renames the rope type "su" to "longrope"."""
+    """Returns the `fields` of a config.json without those that training overrides or that prevent loading. These are in
+    the result under the keys OWN and LEFT_OUT, respectively. Does the same in nested configs (`*_config`). Renames the
+    rope type "su" to "longrope"."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -60,10 +60,9 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets the config's `pad_token_id` to None if that id is outside the vocabulary. Training does not need it, because
-    it masks padding by position. Stores an old id of -1 in the attribute OWN, which the export restores; any other in
-    LEFT_OUT, which is not exported. Raises InputError if the config does not accept None; its message begins with
-    `where`."""
+    """Sets `pad_token_id` in the config to None if that id is outside the vocabulary: training masks padding by
+    position. Stores an old id of -1 in the attribute OWN, which the export restores; any other in LEFT_OUT, which is
+    not exported. Raises InputError, beginning with `where`, if the config does not accept None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)

@@ -45,9 +45,8 @@ def release_freed_memory() -> None:
 
 
 def expandable_segments() -> bool:
-    """Returns True if PyTorch's CUDA allocator uses expandable segments: if the environment variables
-    ALLOCATOR_VARIABLES switch them on, or if none is set, because `set_environment` then does so. Raises InputError if
-    two of the variables differ, or for settings that the planner cannot simulate."""
+    """Returns True if PyTorch's CUDA allocator uses expandable segments, as ALLOCATOR_VARIABLES or, without these,
+    `set_environment` say. Raises InputError if the variables differ, or for settings that no plan can simulate."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -116,8 +115,7 @@ def collect_garbage() -> None:
 
 
 def freeze_objects() -> bool:
-    """Makes Python's garbage collector skip all objects that exist now, and returns True. If many objects are frozen
-    already, only returns False."""
+    """Makes Python's garbage collector skip all existing objects. If it skips many already, only returns False."""
     global _frozen
     # Looking through imported modules takes 0.2 s each time. Python 3.12 itself freezes some hundred objects.
     if _frozen or gc.get_freeze_count() > 10_000:  # this count takes 0.1 s if there are many
@@ -167,8 +165,8 @@ def forget_allocations(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Makes PyTorch choose CUDA kernels that give the same bits each time. Also switches off TF32, and sums in reduced
-    precision within matrix products. Does nothing on the CPU, whose kernels give the same bits by default."""
+    """Makes PyTorch choose CUDA kernels that give the same bits each time, as CPU kernels do by default. Switches off
+    TF32 and sums of reduced precision in matrix products. Does nothing on the CPU."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

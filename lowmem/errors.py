@@ -7,8 +7,7 @@ NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that do
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the error's text, or the first two lines if the first ends with a colon. Returns the
-    name of the error's type if the text is empty."""
+    """Returns the first line of the error's text (two, if it ends with a colon); for an empty text, the type's name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
@@ -20,8 +19,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 class LowmemError(Exception):
-    """Is the base class of errors that a user or a machine can cause. `exit_code`: the exit code of a program that ends
-    with the error."""
+    """Is the base class of errors that a user or a machine can cause."""
 
     exit_code = 1
 

@@ -69,8 +69,7 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Returns `value`, converted to the type `hint` of the field `name`. A list of texts becomes a tuple, or a str if
-    it has only one text. Raises InputError for a value of another type."""
+    """Converts `value` to `hint`, or raises InputError. A list of one text becomes a str, a longer one a tuple."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))

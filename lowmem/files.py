@@ -68,8 +68,7 @@ class HashedFile:
 
 
 def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
-    """Writes the chunks of `content` to a new file and fsyncs it. Returns the file's entry for the manifest, the list
-    of a folder's files: {"bytes": size, "hash": hex}."""
+    """Writes `content` to a new file and fsyncs it. Returns its manifest entry, {"bytes": size, "hash": hex}."""
     with closing(HashedFile(path)) as file:
         for piece in content:
             file.write(piece)
@@ -89,8 +88,7 @@ def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
     """Returns the first bytes of a .safetensors file: the header's length (8 bytes, little-endian) and the JSON header.
-    `tensors`: {name: (dtype, shape)}, in the order of their data in the file. `metadata`: {name: text} for the header.
-    `separators`: an argument of json.dumps."""
+    `tensors`: {name: (dtype, shape)}, in the order of their data. `separators`: an argument of json.dumps."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -111,15 +109,13 @@ def start_writeback(descriptor: int) -> None:
 
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
-    """Writes the manifest of `folder`, a list of its files with their sizes and hashes, and a checksum of this list.
-    `entries`: {file name: entry that `write` returned}."""
+    """Writes the manifest of `folder`: `entries`, {file name: result of `write`}, with a checksum of the manifest."""
     content = {"hash": _HASH, "files": entries}
     write(folder / MANIFEST, [to_json(content | {"own": _HASHES[_HASH](to_json(content)).hexdigest()})])
 
 
 def flush_path(path: Path) -> None:
-    """Fsyncs the file or folder `path`. After a folder's fsync, a power cut cannot undo created, renamed or removed
-    files in it."""
+    """Fsyncs a file or a folder. Files created, renamed or removed in the folder then stay so after a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

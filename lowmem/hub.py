@@ -37,8 +37,7 @@ def why_unreachable() -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Returns a local folder with the files of `model`: `model` itself if that is a folder, else its folder in the
-    hub's cache. Returns None if there is neither."""
+    """Returns a local folder with the files of `model`: `model` itself, or its folder in the hub's cache; else None."""
     if Path(model).is_dir():
         return Path(model)
     return next(filter(None, map(cached_folder, names_of(model))), None)

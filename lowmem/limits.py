@@ -56,8 +56,8 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
 
     def enter(self, phase: str) -> str:
-        """Begins `phase` of the run, such as "load" or "train". Stores the RAM peak of the phase that ends in
-        `ram_phases`, and returns the name of the phase that ends."""
+        """Begins `phase` of the run, such as "load" or "train". Stores in `ram_phases` the RAM peak of the phase
+        before, and returns that phase's name."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
         if reset_ram_peak():
@@ -160,8 +160,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(group: Path) -> int:
-    """Returns the bytes of page cache that the kernel would free before a control group's memory runs out; 0 if
-    unknown. `group`: the control group's folder."""
+    """Returns the bytes of page cache that the kernel would free before the control group is full; 0 if unknown."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -30,9 +30,8 @@ def read_text_option(option: str, text: str) -> str:
 
 
 def read_path_option(option: str, path: str) -> str:
-    """Returns `path`, the value of the command-line option `option`, with a leading `~` or `~user` replaced by the home
-    folder. Raises InputError for text that is blank or not UTF-8. Also raises InputError for an unknown user, or a
-    variable such as `$HOME`, unless a file with that name exists."""
+    """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for blank or
+    non-UTF-8 text. Also raises it for an unknown user or a variable such as `$HOME`, unless a file has that name."""
     expanded = os.path.expanduser(read_text_option(option, path))
     if expanded.startswith("~") and not os.path.exists(expanded):
         user = path.split("/")[0]

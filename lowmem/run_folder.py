@@ -1,9 +1,8 @@
 """Lists the files of a run folder, checks whether they can be written, and separates files of runs from training data.
 
-A folder that is given as data may contain run folders and exported models. They are not read, nor is the file that
-stdout or stderr goes to. In a folder that is a run folder itself, the files that training wrote are left out, and
-others are read. InputError is raised for a run folder without other data, a folder that training wrote into one, or an
-exported model (data/sources.py).
+Run folders and exported models in a folder of data are not read, nor is the file that stdout or stderr goes to. In a
+run folder that is given as data, only files that training did not write are read. data/sources.py refuses a run folder
+without such files, a folder that training wrote into one, and an exported model.
 """
 
 import json
@@ -24,9 +23,8 @@ FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Returns two lists: the `files` that are data, and the paths that runs have written. These paths are files, or
-    folders that contain some of `files`. All `files` are below `root`. `out`: the present run's output folder, or
-    None."""
+    """Splits `files`, all below `root`, into data and the output of runs. In the second list, a folder that a run has
+    written replaces its files. `out`: the present run's output folder, or None."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -48,9 +46,8 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def is_of_a_run(path: Path, out: Path | None) -> bool:
-    """Returns True if `path` is a run folder, something that training wrote into one, or an exported model. Every
-    folder with weights and config.json counts as an exported model. `out`: the present run's folder, resolved, or None;
-    it counts as a run folder even if it is empty."""
+    """Returns True if `path` is a run folder, a file or folder of one, or a folder with a model (weights and
+    config.json). `out`: the present run's folder, resolved, or None; it counts even if it is empty."""
     if path.name in (*FILES, *FOLDERS) and (is_run(path.parent) or path.parent.resolve() == out):
         return True
     if path.is_file():

@@ -24,8 +24,8 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 
 class Mark(Flag):
-    """Names the results that depend on a setting. RUN: the trained weights; a resumed run is checked for the
-    checkpoint's value. TOKENS: the tokens of a data set; tokens that were stored with another value are not used."""
+    """Names the results that depend on a setting. RUN: the trained weights; a resumed run is compared with its
+    checkpoint. TOKENS: the tokens of a data set; tokens that were stored with another value are not used."""
 
     RUN = auto()
     TOKENS = auto()
@@ -282,8 +282,7 @@ class Settings:
 
 
 def marked(settings: Any, marks: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings with one of `marks`, which name the results that depend on a setting.
-    `settings`: any object with the fields of Settings."""
+    """Returns {name: value} of the settings with one of `marks`. `settings`: any object with the fields of Settings."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if marks & item.metadata["marks"]}
 
 
@@ -299,8 +298,7 @@ def in_words(name: str, value: Any) -> str:
 
 
 def changed(name: str, old: Any, new: Any) -> str:
-    """Formats a change of the setting `name` from `old` to `new`, with the name as a command-line option: "--clip-norm
-    1.0 -> 0"."""
+    """Formats a change of the setting `name` from `old` to `new`: "--clip-norm 1.0 -> 0"."""
     old, new = (
         "not given" if value is None and getattr(Settings, name) is None else in_words(name, value)
         for value in (old, new)

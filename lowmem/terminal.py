@@ -15,9 +15,8 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Makes training go on if printing in the `with` block raises an OSError: ignores the error, and discards all later
-    output. `needed`: True if the block prints the answer that the user asked for. Then only a closed terminal or pipe
-    is ignored, and other errors, such as a full disk, raise LowmemError."""
+    """Ignores an OSError of printing in the `with` block, and discards all later output, so that training goes on. If
+    the output is `needed`, raises LowmemError for errors such as a full disk, but not for a closed terminal or pipe."""
     try:
         yield
         if needed and sys.stdout is not None:
@@ -44,8 +43,7 @@ def escape_what_stdout_lacks() -> None:
 
 
 def has_room_for_a_bar() -> bool:
-    """Returns True if a progress bar can be shown: if stderr is a terminal with at least two lines, or with an unknown
-    number (in a notebook)."""
+    """Returns True if stderr is a terminal with at least two lines, or of unknown size (a notebook)."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     try:
@@ -69,8 +67,7 @@ def filled(text: str, width: int, indent: str = "  ") -> str:
 
 
 def beside(columns: dict[str, str]) -> str:
-    """Formats {title: text} as columns next to each other. All columns together are as wide as the terminal, but at
-    most 120 characters."""
+    """Formats {title: text} as columns side by side, together as wide as the terminal, at most 120 characters."""
     width = (min(shutil.get_terminal_size().columns, 120) - 3 * (len(columns) - 1)) // len(columns)
     cells = []
     for title, text in columns.items():

@@ -50,7 +50,7 @@ def refuse_pointer(path: Path) -> bytes:
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
     """Raises InputError if the file is a Git LFS pointer, or if its first bytes show another kind than the expected
-    one. `binary`: the first bytes of the expected kind; b"" for binary kinds that begin differently; None for text."""
+    one. `binary`: the first bytes of the expected kind; b"" if these vary; None for text."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -119,8 +119,7 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
     """Returns a folder with the files of `folder`, without byte-order marks. `instead`: {name: content} of files to
-    replace or add. If nothing changes, this is `folder` itself. Otherwise, it is a temporary folder with the changed
-    files and links to the others."""
+    replace or add. If anything changes, it is a temporary folder, with links to the unchanged files."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in (".json", ".txt", ".jinja") and path.is_file():

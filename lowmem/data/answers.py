@@ -32,8 +32,7 @@ class Answers:
 
     @property
     def notes(self) -> list[str]:
-        """Returns remarks for the log. They count conversations in which only the last answer is trained on, and those
-        in which the template leaves out a part."""
+        """Returns remarks for the log: in how many conversations the chat template rewrites or leaves out parts."""
         last = f"only the last answer of {self._last_only:,} of them, since the chat template rewrites earlier ones"
         left_out = [
             f"the chat template leaves out {name} in {count:,} of them; --chat-template FILE can give another"
@@ -85,8 +84,7 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns (begin, end) of an answer, with its end-of-turn token, in `text`, the rendered conversation. Returns
-        None if the answer is not found. `index`: the answer's index in `conversation.messages`."""
+        """Returns the span in `text` of the answer `messages[index]`, with its end-of-turn token; None if not found."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:

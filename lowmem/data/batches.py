@@ -54,8 +54,8 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the row numbers that an epoch reads, in no particular order. If it reads only some rows, `seed` and
-        `part`, the index of this data set, seed the choice."""
+        """Returns the row numbers that an epoch reads, in no particular order. `seed` and `part`, the index of this
+        data set, seed the choice."""
         found = []
         # Epochs take their rows one after another from endless repetitions of all rows. A repetition is shuffled if an
         # epoch takes only some of its rows.
@@ -73,11 +73,10 @@ class Rows:
 class Batches:
     """Makes a deterministic sequence of batches from the rows of several data sets, `parts`.
 
-    If `seed` is a number, the sequence never ends, and each epoch has a new order. If it is None (evaluation), rows
-    keep their order, and the final batch may be smaller. `end_of_text`: the token id after each document, and of
-    padding. `document_mask`: attention stops at the ends of packed documents. `fixed`: every batch is the first one.
-    `pack`: how examples of different lengths share a batch. PADDED: padded to the longest row. SORTED: grouped by
-    length into micro-batches. PACKED: one row holds several examples.
+    If `seed` is None (evaluation), rows keep their order, and the final batch may be smaller. Otherwise, the sequence
+    never ends, and each epoch has a new order. `end_of_text`: the token id after each document, and of padding.
+    `document_mask`: attention stops at the ends of packed documents. `fixed`: every batch is the first one. `pack`:
+    examples are padded to the longest (PADDED), sorted by length into micro-batches (SORTED), or share rows (PACKED).
     """
 
     remarks: tuple[str, ...] = ()  # sentences for the log's description of the data
@@ -183,9 +182,8 @@ def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs examples of `sizes` tokens into rows of `seq` tokens, by first-fit decreasing. This takes at most 11/9 of
-    the smallest possible number of rows, plus one. Returns each example's (row, first position), and the rows'
-    lengths."""
+    """Packs examples of `sizes` tokens into rows of `seq` tokens, by first-fit decreasing: at most 11/9 of the smallest
+    possible number, plus one. Returns each example's (row, first position), and the rows' lengths."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty

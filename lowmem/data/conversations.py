@@ -1,7 +1,6 @@
 """Reads conversations from a data set's rows, as messages for chat templates: {"role": ..., "content": ...}.
 
-Tool calls are converted to one form. Other keys, such as `name`, reach the template unchanged. docs/data.md lists the
-accepted forms.
+Tool calls get one form; other keys, such as `name`, stay as they are. docs/data.md lists the accepted forms.
 """
 
 from dataclasses import dataclass
@@ -76,9 +75,8 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages of `record` from one column, or from two (a prompt and its completion). If there are two, only
-    the second is trained on. Raises InputError for a malformed message, or for an unknown role that the chat template
-    `template` does not name."""
+    """Reads a conversation from one or two columns (prompt, completion). Of two, only the second is trained on. Raises
+    InputError for a malformed message, or for an unknown role that the chat `template` does not name."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -86,8 +84,7 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the row's system message from one of SYSTEM_COLUMNS, or "" without one. Raises InputError if several of
-    these columns have different texts."""
+    """Returns the text of the row's system column, or "". Raises InputError if several of SYSTEM_COLUMNS differ."""
     filled = {name: string(record, name) for name in SYSTEM_COLUMNS if record.columns.get(name)}
     if len({*filled.values()}) > 1:
         raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
@@ -105,8 +102,7 @@ def string(record: Record, column: str) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses JSON `text` from a column of a row. If it is not JSON, raises InputError "{place}: {this_is} not JSON".
-    `this_is`: a subject and its verb, such as "tools is"."""
+    """Parses JSON `text`, or raises InputError "{place}: {this_is} not JSON". `this_is`: such as "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -114,8 +110,7 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it. The message names `where` (file and row)
-    and the column `name`."""
+    """Returns `text`. If UTF-8 cannot encode it, raises InputError "{where}: {name} holds half a surrogate pair"."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -201,8 +196,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as a dict, which chat templates expect. OpenAI writes them as JSON
-    text."""
+    """Returns a tool call with its arguments as a dict, as most chat templates expect. OpenAI writes JSON text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -216,8 +210,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns `value` as a list of dicts. `value` is a list of dicts, one dict, or either as JSON text. Raises
-    InputError for other values; its message names `place` and `name`."""
+    """Returns `value`, a list of dicts, one dict, or JSON text of either, as a list. Raises InputError for others."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

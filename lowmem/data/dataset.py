@@ -48,9 +48,8 @@ def load_data(
     """Reads and tokenizes the data, and cuts them into batches for training and evaluation.
 
     The held-out texts are `settings.eval_data`, else each data set's held-out split, else a share of its documents.
-    `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, which may have tokens of an
-    earlier start; None: tokens go into temporary files. `decoder_start`: id of the token that an encoder-decoder reads
-    before each target; None for a decoder.
+    `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, perhaps with tokens of an earlier
+    start; None: temporary files. `decoder_start`: the id before each target of an encoder-decoder; None for a decoder.
     """
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)

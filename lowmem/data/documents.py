@@ -1,8 +1,7 @@
 """Tokenizes the documents of a data set, and holds some of them out for evaluation.
 
-A token takes 2 bytes on the disk, or 4 if the vocabulary has more than 65,536 ids. A token of an example (a
-conversation, or a prompt with its completion) takes one more byte, for the loss mask. A document takes 32 bytes of RAM.
-While held-out documents are written, the disk holds the data twice.
+A token takes 2 bytes on the disk (4 if the model has more than 65,536 ids), and one more for the loss mask, unless the
+text is packed. A document takes 32 bytes of RAM. While held-out documents are written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -106,9 +105,9 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes the `records` of the data set `source` into files in `folder`. Stops when the tokens suffice for
-    `rows_limit` rows of training batches; None: reads all records. `vocabulary_size`: number of ids that the model
-    embeds. Raises InputError for a record that cannot be read, or if there is nothing to train on."""
+    """Tokenizes the `records` of the data set `source` into files in `folder`. Stops when the tokens fill `rows_limit`
+    rows; None: reads all records. `vocabulary_size`: number of ids that the model embeds. Raises InputError for a
+    record that cannot be read, or if there is nothing to train on."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
     if first is None:
@@ -137,11 +136,10 @@ def read_documents(
 def hold_out(
     name: str, documents: Documents, fraction: float, seq: int, folder: ArrayFolder
 ) -> tuple[Documents, Documents, str]:
-    """Splits `documents` of the data set `name` into (training, held out, sentence for the log). Holds out about
-    `fraction` of the tokens of packed text, or of the number of examples. Equal documents stay together. If the
-    documents of packed text are too long for that, holds out its last tokens. Holds out nothing if there is too little,
-    or if there are too few different examples. Raises InputError if `fraction` leaves too little to train on. `seq`:
-    input tokens of a row."""
+    """Splits `documents` into (training, held out, remark for the log). Holds out about `fraction` of the tokens of
+    packed text, or of the examples. Equal documents stay together. If the documents of packed text are too long for
+    that, holds out its last tokens. Holds out nothing if there is too little, or too few different examples. Raises
+    InputError if `fraction` leaves too little to train on. `seq`: input tokens of a row."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -265,9 +263,8 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Appends a record's token ids, `ids`, to the token file, with the special tokens that begin and end its
-        document. Cuts an example to the length limit, and drops it if no trained token remains. `segments`: the
-        record's text. `trained`: the loss mask, bool [tokens]."""
+        """Writes a record's token `ids`, and those that begin or end a document. Cuts an example to the length limit,
+        and drops it if no trained token remains. `trained`: the loss mask."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]

@@ -37,10 +37,9 @@ class SplitFiles(NamedTuple):
 
 
 def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
-    """Returns the training and held-out files of the data set in `folder`. Returns None if nothing shows that `folder`
-    is a data set of the hub. `files`: all files in `folder`. `config`, `split`: the configuration and the training
-    split that the user named, or None. Raises InputError if there is no such configuration or split, or no readable
-    file."""
+    """Finds the training and held-out files of the data set in `folder`, among `files`. `config`, `split`: names of a
+    configuration and a training split that the user gave, or None. Returns None if nothing shows that `folder` is a
+    data set. Raises InputError if the configuration, the split or its files are missing or unreadable."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -80,9 +79,8 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns (name, content) of the card's configuration `asked`; None: of the default one. If `asked` is None and the
-    card has at most one configuration, the name is "". Raises InputError if there is no configuration `asked`, or if
-    the card has several and no default."""
+    """Returns (name, content) of the card's configuration `asked`. For None: of the default one, or ("", content) if
+    the card has at most one. Raises InputError if there is no such configuration."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -101,9 +99,8 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files}, as the card's field `data_files` lists them. Leaves out splits that were not downloaded.
-    Raises InputError if the split to train on is one of these. `config`: the configuration's name, for the message.
-    `split`: the training split that the user named, or None."""
+    """Returns {split: files} as the card's `data_files` say, without splits that were not downloaded. `split`: the one
+    to train on, None for the usual one; raises InputError if it is missing."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -152,8 +149,8 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if `splits`, read from the names of `files`, have a training split and another one. This shows that
-    a folder is a data set of the hub. If the files are .txt files, each must also be in a split."""
+    """Returns True if `splits`, read from the names of `files`, show a data set of the hub: they are of several kinds,
+    "train" among them. If the files are .txt files, each must also be in a split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -96,8 +96,7 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer inside `tokenizer`. Returns None if there is none, or if it encodes a test text
-    otherwise than `tokenizer`."""
+    """Returns the Rust tokenizer inside `tokenizer`; None if there is none, or if it gives a test text other ids."""
     # Calling the Rust tokenizer directly takes half the time.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation

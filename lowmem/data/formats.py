@@ -129,8 +129,7 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Renders messages with the tokenizer's chat template. If it has none, sets a default one, which is exported with
-    it."""
+    """Renders messages with the chat template. If the tokenizer has none, sets a default one, which is exported."""
 
     chat = True
     more = (*SYSTEM_COLUMNS, "tools", "functions")
@@ -164,8 +163,7 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Returns the data formats in the order in which they are tried. Each is (columns that a row needs, class, True if
-    the user has named one of these columns in an option)."""
+    """Lists all formats: (columns that a row needs, class, True if an option has renamed one of these columns)."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),
@@ -178,10 +176,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns (record that decides the data format, iterator over all records). The first record that is not blank
-    decides. If the first _MOST_BLANK records are all blank, the last of them decides. A record is blank if it has
-    columns that some format uses, and all of these are null. If there are no records, returns None in place of the
-    first one."""
+    """Returns (record that decides the data format, iterator over all records); for no records, (None, iterator). The
+    first record that is not blank decides; if all of the first _MOST_BLANK are blank, the last of these. A record is
+    blank if it has columns that some format uses, and all of these are null."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -192,9 +189,8 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format of a data set, found from the columns of its first row, `record`. Prefers formats with a
-    column that the user has named in an option (`reading`). Raises InputError if no format fits, or if several do.
-    `train_on`: "all" trains on prompts, too."""
+    """Returns the Format of a data set, by the columns of `record` (from `with_first_filled`). Prefers formats with a
+    column that an option names (`reading`). Raises InputError if no format fits, or if several do."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):

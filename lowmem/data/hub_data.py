@@ -29,8 +29,8 @@ def split_of(name: str) -> str | None:
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
     """Returns (split to train on, split to hold out or None, remark for the log). Trains on `wanted`, else on "train",
-    else on the first name with the word train or training, else on the first name. Holds out a validation split, else a
-    test split. Raises InputError if `wanted` is not in `names`."""
+    else on the first training split by `split_of`, else on the first split. Holds out a validation split, else a test
+    split. Raises InputError if `wanted` is not in `names`."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
@@ -146,8 +146,7 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """Joins WikiText's rows, which are single lines, into one record per article, with its text in the column
-    `text_field`."""
+    """Joins WikiText's rows (single lines) into one record per article, with its text in the column `text_field`."""
     lines: list[str] = []
     where = ""
     for row in rows:

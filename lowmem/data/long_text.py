@@ -17,9 +17,8 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and perhaps the token's b
 
 
 class LongText:
-    """Tokenizes one text that arrives in pieces, window by window (a window is a range of the text, tokenized at once).
-    `encode`: tokenizes a list of short texts. `word_starts`: characters with which a window may begin; None: any
-    character."""
+    """Tokenizes one text that is added in pieces. `encode`: tokenizes a list of texts. `word_starts`: the characters
+    with which a window may begin; None: any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -49,9 +48,8 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Tokenizes the next windows, which end at characters `ends` of self._text. Joins each to the window before it,
-        and stops if their tokens differ in the overlap. Returns the tokens before the last joint, which no later text
-        can change."""
+        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. Stops if
+        two windows cannot be joined. Returns the tokens before the last joint, which no later text can change."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -103,9 +101,8 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds the place at which to join `window`, tokens of the next window, to self._window, tokens of the previous
-        window. Returns `window` and a pair (end, start): tokens of self._window are used before `end`, those of
-        `window` from `start` on. The pair is None if the tokens in the overlap differ too much. `overlap`: tokens of
+        """Returns `window`, the next window's tokens, and (end, start) to join it: tokens of self._window are used
+        before `end`, those of `window` from `start` on. The pair is None if too few tokens agree. `overlap`: tokens of
         the text in both windows. `shorter`: tokens of that text without its last character."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         # `shorter` must agree, too: digits counted from a number's right end may agree by accident.
@@ -116,9 +113,8 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the tokens in self._window before index `stop` that were not returned earlier. If their places are
-        known, makes them count from the start of the whole text. `begun`: index in self._text at which the window
-        begins."""
+        """Returns the tokens in self._window before index `stop`, without those returned earlier. Their places, if
+        known, count from the start of the whole text. `begun`: index in self._text at which the window begins."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

@@ -12,9 +12,8 @@ from lowmem.data.batches import Batches, Rows
 
 
 class PairBatches(Batches):
-    """Makes batches of sources (at most S tokens) and targets (at most T = `target_tokens`) for an encoder-decoder.
-    `parts`: Rows of at most S + T - 1 input tokens. The decoder reads the id `decoder_start`, then the target without
-    its last token. The other arguments are those of Batches."""
+    """Makes batches of sources (up to S tokens) and targets (up to T = `target_tokens`). `parts`: Rows with `seq` = S +
+    T - 1. The decoder reads `decoder_start`, then the target without its last token. Other arguments: see Batches."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)

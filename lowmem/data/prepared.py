@@ -30,9 +30,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the training and held-out documents of one data set, as Documents or as Rows. `train` is None for a data
-    set of --eval-data. `evaluation` is None for one of --data if --eval-data is given. `held_out` describes the
-    held-out documents in words."""
+    """Holds the training and held-out documents of one data set, as Documents or as Rows. `train` is None for
+    --eval-data, `evaluation` for --data if --eval-data is given. `held_out` describes the held-out documents."""
 
     train: Documents | None
     evaluation: Documents | None

@@ -22,8 +22,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Makes the Reading for --data from `settings`. If `held_out`, makes the Reading for --eval-data, to which
-        --split and --max-samples do not apply."""
+        """Makes the Reading of --data, or of --eval-data if `held_out`, which ignores --split and --max-samples."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
         return cls(*names, split, settings.steps is not None or most_rows is not None)

@@ -103,8 +103,7 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """Returns {name: path} of the standard library's Python files, sorted by a hash of the name, which mixes
-    folders."""
+    """Returns {name: path} of the standard library's Python files, sorted by a hash, which mixes their folders."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -184,8 +183,7 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Returns `files` without those that training runs wrote, and a remark that names the runs. `root`: a folder above
-    all files. `out`: the output folder of the present run, or None."""
+    """Returns `files`, all below `root`, without the output of training runs, and a remark on that output."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []

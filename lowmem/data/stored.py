@@ -63,8 +63,7 @@ class ArrayFolder:
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """Counts `size_bytes` of text as read, for an estimate of disk space. Is called before the text's tokens are
-        written."""
+        """Counts `size_bytes` of text as read, before its tokens are written; PlanError's estimate needs it."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 

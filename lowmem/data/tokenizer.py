@@ -83,8 +83,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Turns errors that the package tokenizers raises in the `with` block into InputError. `model`: named in the
-    message."""
+    """Turns errors of the package tokenizers in the `with` block into InputError, which names `model`."""
     try:
         yield
     except BaseException as error:

@@ -1,5 +1,4 @@
-"""Sends data between processes that train one model, by torch.distributed. Implements the class Shares of
-core/shares.py."""
+"""Sends data between processes that train one model, by torch.distributed. Implements Shares of core/shares.py."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -130,8 +129,7 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Sends rank 0 the elements of this rank's shards for which rank 0 asks in `range_of`. Returns when rank 0 ends
-        its `on_first`."""
+        """Sends rank 0 elements of this rank's shards, as it requests them in `range_of`, until its `on_first` ends."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])

@@ -28,11 +28,10 @@ def local_ranks() -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator:
-    """Connects this process to the others that torchrun has started, and yields a Ranks, through which they
-    communicate. Without torchrun, yields the Ranks of a single process. Each process has its own GPU, unless `device`
-    is "cpu" or PyTorch finds no GPU. Must be called before CUDA starts. Raises InputError for environment variables
-    that torchrun would not set, and for fewer GPUs than processes. Raises LowmemError if the processes cannot
-    connect."""
+    """Connects this process to torchrun's other processes, and yields a Ranks for them; without torchrun, for one
+    process. Each process has its own GPU, unless `device` is "cpu" or PyTorch finds none. Must be called before CUDA
+    starts. Raises InputError for environment variables that torchrun would not set, and for fewer GPUs than processes.
+    Raises LowmemError if the processes cannot connect."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):
