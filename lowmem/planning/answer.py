@@ -1,5 +1,4 @@
-"""Formats a plan in a few lines: whether training fits, how much memory and time it takes, and how it could be faster
-(docs/plan.md)."""
+"""Formats a plan as sentences: whether training fits, its memory and time, and what is faster (docs/plan.md)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,8 +20,8 @@ _WORTH_RAISING = 1.1  # Suggests a higher cap if the card has more than this man
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
-    """Returns the plan as a list of sentences. `done`: number of steps that a resumed run has made already. If there
-    are any, returns only one sentence, with the time of the remaining steps."""
+    """Returns the plan as a list of sentences. `done`: number of steps that a resumed run has made. If there are any,
+    returns only the first sentence (memory, time and disk), for the remaining steps."""
     where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
     fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
@@ -32,8 +31,8 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
-    """Returns the content of plan.json for a training run that does not fit under its memory caps. It has the message
-    and the ways out of `error`, and None for every prediction."""
+    """Returns the content of plan.json for a training run that does not fit. It has the message and the ways out of
+    `error`, and None instead of a plan's choices and figures."""
     unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
     return {
         "fits": False,

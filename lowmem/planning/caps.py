@@ -13,8 +13,8 @@ MARGINS_IN_A_CAP = 200  # A margin is at least this part of a cap: a 200th.
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
-    """Returns how many bytes a training step may allocate on the GPU if the cap of GPU memory is `gpu_limit` bytes.
-    `margins` safety margins stay free, each of 64 MiB or 0.5% of the cap, whichever is more."""
+    """Returns how many bytes of GPU memory a training step may allocate under a cap of `gpu_limit` bytes. `margins`
+    safety margins stay free, each of 64 MiB or 0.5% of the cap, whichever is more."""
     return gpu_limit - max(margins * MARGIN_BYTES, margins * gpu_limit // MARGINS_IN_A_CAP)
 
 
@@ -32,9 +32,9 @@ def margins(needs_all_gradients: bool) -> int:
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the error message for memory caps that are too small, all in bytes. `gpu_limit`: the given cap of GPU
-    memory. `gpu_cap`: the smallest sufficient one. If one of them is None, the message leaves it out. `ram`: the
-    smallest sufficient RAM cap, for all processes of this machine together."""
+    """Returns the error message for memory caps that are too small. `gpu_limit`: the present cap of GPU memory.
+    `gpu_cap`, `ram`: the smallest caps that suffice together, `ram` for all processes of the run on this machine. All
+    are bytes. None leaves out a cap."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
@@ -45,14 +45,14 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 
 def cap_options(gpu_cap: int | None, ram: int) -> list[str]:
-    """Returns command-line options that set caps of `gpu_cap` and `ram` bytes, in whole MiB, such as ["--gpu-limit
-    800MiB", "--ram-limit 900MiB"]. None leaves out an option."""
+    """Returns the options for caps of `gpu_cap` and `ram` bytes, rounded up to MiB, such as ["--gpu-limit 800MiB",
+    "--ram-limit 900MiB"]. None leaves out an option."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return [f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None]
 
 
 def described(question: Question) -> str:
-    """Returns words for messages that name the model and the batch, such as "gpt2 at 64 x 1024 tokens"."""
+    """Returns the model and the batch in words for messages, such as "gpt2 at 64 x 1024 tokens"."""
     settings, processes = question.settings, question.mesh.count
     each = "" if processes == 1 else f" in each of {processes} processes"
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens{each}"

@@ -19,8 +19,7 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes a set of layouts, which are ways to compute a training step: copies of `base` with each combination of
-    the listed values."""
+    """Describes a set of layouts (ways to compute a step): `base` with each combination of the listed values."""
 
     base: Layout
     micro_batches: Sequence[int]  # sequences in a micro-batch; in ascending order, like all values below
@@ -73,10 +72,10 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
-    """Returns all Choices (sets of layouts) that the settings allow, in the order to try them. There is one list for
-    each combination of places (GPU, RAM or disk) for weights, block inputs and optimizer states. The Choices in a list
-    differ in the Fate of gradients (what happens to them after they are summed). With several ranks, they also differ
-    in how many blocks keep gathered weights."""
+    """Returns lists of Choices (sets of layouts) that the settings allow, in the order to try them. There is one list
+    for each way to place weights and block inputs (GPU or RAM) and optimizer states (some on a disk, or none). Choices
+    in a list differ in the Fate of gradients (what happens to them after they are summed), and in whether all
+    micro-batches pass each block together. With several ranks, blocks may also keep gathered weights."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -118,8 +117,7 @@ def _with_home(
 
 
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns the set of layouts that the settings allow if weights, saved block inputs and gradients are on the
-    GPU."""
+    """Returns the set of layouts that the settings allow if weights, block inputs and gradients are on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     kept = {"auto": range(2 * blocks + 1), "on": only(0), "products": only(blocks), "off": only(2 * blocks)}
     units_on_gpu = {"auto": range(units + 1), "resident": only(units)}
@@ -140,8 +138,8 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
     """Yields a copy of `choices` for each allowed Fate (what happens to gradients after they are summed). For HELD
-    (they stay on the GPU), yields up to two: with groups of any allowed size, and with the whole batch as one group. A
-    group is micro-batches that pass each block together."""
+    (they stay on the GPU), yields up to two: with groups (micro-batches that pass each block together) of any allowed
+    size, and with the whole batch as one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     # HELD: gradients stay on the GPU until the update. Several ranks always make one group of the whole batch.

@@ -1,9 +1,8 @@
 """Predicts memory and time of many layouts of a training step from a few simulated steps.
 
 A column is a set of layouts that differ in only two numbers (docs/planning.md). `kept` is how much blocks save for
-backward (`Layout.kept`). `units_on_gpu` is how many units (mostly blocks) have their optimizer states on the GPU. In
-columns with weights in RAM, it is instead how many units have their weights on the GPU. Estimates decide only which
-layouts are simulated.
+backward (`Layout.kept`). `units_on_gpu` is how many units (mostly blocks) have their optimizer states on the GPU; in
+columns with weights in RAM, how many have their weights there. Estimates decide only which layouts are simulated.
 """
 
 from bisect import bisect_left
@@ -21,9 +20,8 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """Describes a set of layouts (ways to compute a training step). They differ only in how much blocks save for
-    backward, and in how many units (mostly blocks) are on the GPU. A unit counts if its optimizer states are there; in
-    a set with weights in RAM, if its weights are there."""
+    """Describes layouts (ways to compute a training step) that differ in only two numbers: how much blocks save for
+    backward, and how many units (mostly blocks) have states on the GPU, or weights if `choices` has those in RAM."""
 
     choices: Choices
     micro_batch: int  # sequences
@@ -64,8 +62,8 @@ class Columns:
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the value of `kept` (how much blocks save for backward) from which the peak of GPU memory grows
-        evenly. Above it, each block that saves more adds about the same bytes to the peak."""
+        """Returns the `kept` (how much blocks save for backward) above which each block that saves more is expected to
+        add to the peak of GPU memory. Below it, some may add nothing."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
@@ -79,9 +77,8 @@ class Columns:
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if a layout certainly takes more than `limit_bytes` of GPU memory (None: no limit), without
-        simulating it. It is the layout of `column` with `kept` (how much blocks save for backward) and
-        `units_on_gpu`."""
+        """Returns False if the layout with `kept` (how much blocks save for backward) certainly takes more than
+        `limit_bytes` of GPU memory (None: no limit). Does not simulate the layout."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -98,8 +95,7 @@ class Columns:
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
         """Returns how many units (mostly blocks) must have their optimizer states on a disk, so that a step stores at
-        most `limit_bytes` in RAM (None: no limit). Returns None if no number that the column allows is enough.
-        `units_on_gpu`: how many units have their states, or weights, on the GPU."""
+        most `limit_bytes` in RAM (None: no limit). Returns None if no number that the column allows is enough."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -116,8 +112,8 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory of one layout, in bytes. `kept`: how much blocks save for backward.
-        `units_on_gpu`: how many units (mostly blocks) have their states, or weights, on the GPU."""
+        """Returns the peak of allocated GPU memory of a layout, in bytes. Computes it from a simulated layout with the
+        same `kept` (how much blocks save for backward), but perhaps other `units_on_gpu` (mostly blocks)."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         # One layout is simulated for each `kept`. Units on the GPU add their own bytes to its peak.
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
@@ -141,9 +137,8 @@ class Columns:
         return sum(sizes[column.fewest_on_gpu : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns the seconds of copies that a step saves if the GPU stores the states, or weights, of `more` units
-        (mostly blocks) instead of `fewer`. If states may be on a disk, includes the seconds of reading and writing
-        them."""
+        """Returns the seconds of copies that a step saves with `more` units (mostly blocks) on the GPU instead of
+        `fewer`. Adds the reads and writes of a disk if states may be there."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -159,8 +154,7 @@ class Columns:
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` (how much blocks save for backward) that is expected to fit into `limit_bytes` of
-        GPU memory, or the column's smallest if none is. Extrapolates from the peak of the layout whose `kept` is
-        `known`."""
+        GPU memory, else the smallest. Extrapolates from the peak of the layout with the value `known`."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most

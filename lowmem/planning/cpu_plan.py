@@ -69,8 +69,8 @@ class _Case:
 
 
 def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
-    """Returns the plan for training on the CPU. It may need more RAM than is free. Raises PlanError if no layout fits
-    under the RAM cap. With `ways_out`, the error also names settings with which training would fit."""
+    """Returns the plan for training on the CPU, which may need more RAM than is free. Raises PlanError if no layout
+    fits under the RAM cap. With `ways_out`, the error also names settings with which training would fit."""
     settings = question.settings
     base = step_case(settings, question.precision, question.mesh)
     simulations = Simulations(question.make_decoder, base, cpu_target())

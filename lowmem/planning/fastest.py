@@ -1,8 +1,7 @@
 """Finds the fastest layout of a training step under caps of GPU memory and RAM, or the smallest sufficient caps.
 
 The search counts allocated bytes. A layout that it finds must also complete in a model of PyTorch's caching allocator.
-The smallest caps belong to layouts that the search for a plan tries, too. So there is a plan for each cap that an error
-message names.
+The smallest caps belong to layouts that the search tries, too. So there is a plan for each cap that an error names.
 """
 
 import math
@@ -21,9 +20,8 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout (way to compute a step) of `by_home` that fits into `room`, or None. A layout fits if
-    its step completes in the model of PyTorch's caching allocator. `by_home`: the result of `choices_by_home`. `room`:
-    limits of GPU memory and RAM."""
+    """Returns the fastest layout (way to compute a step) in `by_home` that fits into `room` (limits of GPU memory and
+    RAM), or None. A layout fits only if its step completes in the model of PyTorch's caching allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
@@ -40,9 +38,8 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest `kept` (how much blocks save for backward) that is found to be too large. A layout that has
-    it, and is otherwise like `found`, runs out of GPU memory in the caching allocator's model. Must be called only if
-    `found` itself runs out."""
+    """Returns a `kept` (how much blocks save for backward), at most that of `found`, with which layouts like `found`
+    run out of memory in the caching allocator's model. Must be called only if `found` itself runs out."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
@@ -97,7 +94,7 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
     """Returns the smallest limits of GPU memory and RAM under which a layout fits. Must be called only if nothing fits
-    into `room`. Keeps the GPU limit of `room` if a higher RAM limit is enough."""
+    into `room`. Keeps its GPU limit if a higher RAM limit is enough with weights on the GPU."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -134,8 +131,7 @@ def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds a layout (way to compute a step) that may take the least memory, and its column (a set of similar
-    layouts)."""
+    """Holds a layout (way to compute a step) that may take the least memory, and its column (similar layouts)."""
 
     layout: Layout
     column: Column
@@ -147,9 +143,9 @@ class Candidate:
 
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
-    """Returns layouts that may need the least memory. They have the smallest micro-batch, and the smallest group of
-    micro-batches that pass each block together. Their blocks save the least for backward. `room`: the memory limits
-    that decide how many units (mostly blocks) are on the GPU."""
+    """Returns layouts that may need the least memory. They have the smallest micro-batch and the smallest group
+    (micro-batches that pass each block together), and save the least for backward. They need not fit into `room`, which
+    only decides how many units (mostly blocks) are on the GPU."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -177,10 +173,10 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts to which a training run can change if GPU memory runs out. For each of `shares`, it is the
-    fastest that allocates at most this share of the GPU bytes of `found`. Leaves out duplicates, `found` itself, and
-    shares into which nothing fits. All have the micro-batch and `Layout.fixed_homes` (places of tensors) of `found`,
-    and no more units (mostly blocks) on the GPU."""
+    """Returns layouts to which a training run can change if GPU memory runs out. For each of `shares`, in order, it
+    finds the fastest that allocates at most this share of the GPU bytes of `found`. Leaves out duplicates, `found`
+    itself, and shares into which nothing fits. All have the micro-batch and `Layout.fixed_homes` (places of tensors) of
+    `found`, and no more units (mostly blocks) on the GPU."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

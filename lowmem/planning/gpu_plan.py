@@ -99,8 +99,8 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan for `found`, with smaller layouts to which training changes if GPU memory runs out. They
-        keep the RAM limit of `room`. Plans without training, or for several ranks, have none."""
+        """Returns the plan for `found`, with smaller layouts to which training changes if GPU memory runs out. They fit
+        into the RAM of `room`. Plans without training, or for several ranks, have none."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         # Several ranks cannot change their layout.
         if plan.settings.plan_only or not alone:
@@ -112,9 +112,8 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Simulates a step with `layout` in the caching allocator's model, under the cap that training sets. Returns
-        the memory figures and None. If only a smaller cap suffices, returns the figures under this one, and its
-        bytes."""
+        """Simulates `layout` in the caching allocator's model, under the cap that training sets. Returns the memory
+        figures and None. If only a smaller cap suffices, returns the figures under it, and its bytes."""
         # a little larger than the memory that the search fills
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
@@ -123,9 +122,9 @@ class _Case:
 
 
 def gpu_plan(question: Question) -> Plan:
-    """Returns the plan of the fastest layout that the search finds for a GPU. If it needs more RAM than is free,
-    returns a plan with the same micro-batch that needs less, if possible. Raises PlanError if nothing fits under the
-    memory caps."""
+    """Returns the plan for training on a GPU, with the fastest layout that is found. If that needs more RAM than is
+    free, returns a plan with the same micro-batch for the free RAM, if there is one. Raises PlanError if nothing fits
+    under the memory caps."""
     settings, card = question.settings, question.card
     kernels = fused.expected(card.capability) if question.fused_kernels is None else question.fused_kernels
     target = gpu_target(card, kernels & used_in(question.precision), settings.disk_rate_bytes)
@@ -162,9 +161,8 @@ def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
 
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns (the user's RAM cap plus 1 GiB, in bytes; seconds of a step under this cap), which the plan shows.
-    Returns None without a RAM cap, if states are on a disk, or if a step would be less than 0.5% faster. `found`: the
-    plan's layout. `reserved_bytes`: GPU memory that it reserves."""
+    """Returns (the user's RAM cap plus 1 GiB, in bytes; seconds of a step under it). Returns None without a RAM cap, if
+    states are on a disk, or if a step would be less than 0.5% faster. `reserved_bytes`: GPU memory of `found`."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     # no limit, all states in RAM already, or some on a disk

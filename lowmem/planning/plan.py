@@ -26,9 +26,8 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the layout of a training step (how it is computed, and where tensors are stored) and its predicted figures.
-    With several ranks, the figures are those of one rank. On the CPU, the card, peaks of GPU memory and seconds are
-    None."""
+    """Holds the layout of a training step (how it is computed) and the predicted figures, of one rank if there are
+    several. On the CPU, the card, peaks of GPU memory and seconds are None."""
 
     settings: Settings
     parameters: int  # of the model

@@ -31,9 +31,8 @@ _COLLECTIONS = 200_000, 20, 100  # for gc.set_threshold: new objects, younger co
 
 def make_plan(question: Question) -> Plan:
     """Returns the plan for `question`: how to train, and the memory and time that this takes. Raises PlanError if
-    nothing fits; the message names sufficient caps. Also raises PlanError if the plan needs more RAM than is free, or
-    if reading the data has exceeded the RAM cap. Raises InputError if the architecture cannot be trained block by
-    block."""
+    nothing fits; the message names sufficient memory. Also raises it if the plan needs more RAM than is free, or if
+    reading the data has exceeded the cap. Raises InputError if the architecture cannot be trained block by block."""
     settings, precision, card = question.settings, question.precision, question.card
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
@@ -76,9 +75,8 @@ def _rare_collections() -> Iterator[None]:
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
-    """Returns a copy of `plan` with the predicted seconds of a step whose sequences have `lengths` tokens. The bytes
-    stay those of full sequences, which take the most memory. On the CPU, time is not predicted, so only
-    `typical_tokens` changes."""
+    """Returns a copy of `plan` with the seconds of a step whose sequences have `lengths` tokens. Its bytes stay those
+    of full sequences, which take the most memory. On the CPU, only `typical_tokens` changes."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

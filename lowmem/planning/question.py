@@ -53,8 +53,8 @@ class Question:
 
 def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
     """Returns the precision (such as "bf16") and the GPU that a plan is for; None for the CPU. Raises InputError for an
-    unknown GPU, for training on a GPU if PyTorch finds none here, and for bf16 on a GPU that lacks it. Also raises
-    InputError for settings of PyTorch's CUDA allocator that the planner cannot simulate."""
+    unknown GPU, for training on a GPU that PyTorch cannot use here, and for bf16 on a GPU that lacks it. Also raises it
+    for settings of PyTorch's CUDA allocator that the planner cannot simulate."""
     if settings.plan_only:
         # for a GPU, even if this machine has none
         on_gpu = settings.device != "cpu"
@@ -80,8 +80,8 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
 
 def card_for(settings: Settings) -> Card:
     """Returns the GPU that the settings name, or else the one in this machine. If there is neither, returns the
-    smallest card with measured speed and bf16 that has enough memory for the GPU cap. If no such card has enough,
-    returns the largest card with measured speed."""
+    smallest card with measured speed, bf16, and memory for the GPU cap. If there is no such card, returns the largest
+    with measured speed."""
     here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
         named = card_named(settings.gpu)

@@ -1,5 +1,4 @@
-"""Predicts the RAM of a whole training run: bytes by name, for each phase. The RAM cap holds in all phases, so the
-phase that takes the most counts."""
+"""Predicts the RAM of a training run, by phase and by name. A cap holds in all phases, so the largest phase counts."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -41,8 +40,8 @@ def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
     """Predicts the RAM of training on a GPU. Returns {phase of the run: {name: bytes}}. `in_ram`: {name: bytes} of
-    tensors that are copied from RAM to the GPU when needed. `process_bytes`: all other RAM of the process.
-    `drawn_bytes`: bytes of the largest tensor that RAM holds whole while initial weights are made. `dtype`: of the
+    tensors that are copied from RAM to the GPU when needed. `process_bytes`: RAM of the process without them.
+    `drawn_bytes`: size of the largest tensor that RAM holds whole while initial weights are made. `dtype`: of the
     weights that compute."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
@@ -62,10 +61,9 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns the most bytes of tensors that RAM may store for copies to the GPU, so that no phase of `on_a_gpu`
-    exceeds `limit_bytes`. It is negative if training exceeds the limit even without such tensors. `process_bytes`: all
-    other RAM of the process. `drawn_bytes`: bytes of the largest tensor that RAM holds whole while initial weights are
-    made."""
+    """Returns how many bytes of tensors RAM may store for copies to the GPU, so that no phase of `on_a_gpu` exceeds
+    `limit_bytes`. It is negative if training exceeds the limit without any. `process_bytes`: RAM of the process without
+    them. `drawn_bytes`: size of the largest tensor that RAM holds whole while initial weights are made."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     # Moments take no RAM while weights are loaded (on_a_gpu).
     low = 1 - _share_of_moments(optimizer, dtype)
@@ -85,9 +83,9 @@ def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> Fraction:
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """Predicts the RAM of training on the CPU. Returns {phase of the run: {name: bytes}}. `train`: {name: bytes} of
-    tensors at the peak of a step. `process_bytes`: all other RAM of the process. `drawn_bytes`: bytes of the largest
-    tensor that RAM holds whole while initial weights are made."""
+    """Predicts the RAM of training on the CPU. Returns {phase of the run: {name: bytes}}. `train`: {name: bytes} at the
+    peak of a step. `process_bytes`: RAM of the process without these. `drawn_bytes`: size of the largest tensor that
+    RAM holds whole while initial weights are made."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),

@@ -1,9 +1,8 @@
 """Speeds up the simulation of a training step: executes each operation once per shape, and replays its allocations
 later.
 
-A replay appends the recorded allocations and frees to the tape, the list of all allocations and frees of the step. It
-returns new tensors without data. A test compares this tape, entry by entry, with that of a step that executes every
-operation.
+A replay appends the recorded allocations and frees to the tape, which lists those of the whole step, and returns new
+tensors without data. A test compares this tape, entry by entry, with that of a step that executes every operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,10 +44,9 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Replaces `operations` (the parts of a training step, such as a segment's forward) in a simulation. Executes an
-    operation when its shapes are new, and otherwise replays its recorded allocations. `known`: a cache of recordings;
-    None executes every operation. `functions`: returns a context manager in which PyTorch's functions act as on the
-    simulated device."""
+    """Replaces `operations` (parts of a training step, such as a segment's forward) in a simulation. Executes each one
+    once per shape, and later replays its recording. `known`: a cache of recordings; None executes all operations.
+    `functions`: returns a context manager in which PyTorch's functions act as on the simulated device."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -77,8 +75,8 @@ class ReplayedOperations:
         """Does nothing: Operations.begin looks for changes of the model, and a simulation makes none."""
 
     def group(self, run: Callable, *key):
-        """Calls `run`, which runs forward and backward of a group of micro-batches, and returns its result. If an
-        earlier call had the same `key`, replays its recorded allocations and times instead."""
+        """Returns the result of `run`, which makes forward and backward of a group of micro-batches. If an earlier call
+        had the same `key`, replays its allocations and times instead of calling `run`."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
@@ -184,11 +182,11 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | int | None = None,
     ):  # fmt: skip
-        """Executes `call` and records its allocations. If an earlier call had the same `key`, replays its recording
-        instead. Returns the result of `call`; a replay makes it of new tensors without data. On the tape (list of
-        allocations), new storages are named `name`, and the result's storage `renamed`. `parts`: weights to whose
-        gradients `call` adds. `arguments`: input tensors whose storage the result may share. `forward`: the forward
-        pass whose graph `call` frees, as a Region if it was executed, else as the number of its first storage."""
+        """Returns the result of `call`. If an earlier call had the same `key`, replays its recording, and returns new
+        tensors without data. On the tape (list of allocations), new storages are named `name`, and the result's storage
+        `renamed`. `parts`: weights to whose gradients `call` adds. `arguments`: input tensors whose storage the result
+        may share. `forward`: the forward pass whose graph `call` frees. If it was replayed, this is the number of its
+        first storage. If it was executed, this is its Region, and `call` is executed, too."""
         # A call that must make accumulators of gradients is recorded by itself.
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -229,9 +227,8 @@ class ReplayedOperations:
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the replay's
-        first storage on the tape. `arguments`: input tensors whose storage a result may share. `held`: whether
-        autograd's graph holds the results until backward; then their frees are recorded only by the replay of
-        backward."""
+        first storage on the tape. `arguments`: input tensors whose storage a result may share. `held`: whether autograd
+        holds the results until backward, whose replay then records their frees."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:

@@ -27,8 +27,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout (way to compute a step) that the search has found, its simulation, and its column (a set of
-    similar layouts)."""
+    """Holds a layout (way to compute a step) that was found, its simulation, and its column (similar layouts)."""
 
     layout: Layout
     simulated: SimulatedStep
@@ -131,8 +130,7 @@ class Search:
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
         """Returns the fastest layout of `column` with `fewest` to `most` units (mostly blocks) on the GPU. Stops early
-        if none of the remaining layouts is expected to be faster than `best` (the fastest found before) and those tried
-        so far."""
+        if no other is expected to be faster than those tried and `best` (the fastest found before)."""
         # With more units on the GPU, a step waits less for copies, and recomputes more. So its time first falls, until
         # no copy is waited for, and then rises (docs/planning.md).
         fastest = found = self._with_most_kept(column, fewest)

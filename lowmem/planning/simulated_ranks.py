@@ -46,8 +46,8 @@ ALONE = Mesh()
 
 
 class SimulatedRanks(Shares):
-    """Simulates the memory and time of collectives as the first rank of `mesh` makes them. `rates`: bytes per second
-    that this rank receives (Mesh.rates); None: sending takes no time."""
+    """Simulates memory and time of the collectives that the first rank of `mesh` makes. `rates`: bytes per second that
+    this rank receives (Mesh.rates); None: sending takes no time."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
@@ -107,8 +107,8 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Simulates memory and time of an all-gather of `part`, the matrices of one unit (mostly a block). `parameters`:
-    {name: the model's parameter}, each of which becomes a view of a tensor without data."""
+    """Simulates memory and time of an all-gather of `part`, the matrices of one unit (mostly a block). Makes the unit's
+    `parameters` views of a tensor without data."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)

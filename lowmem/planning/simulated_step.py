@@ -129,7 +129,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds the results of a few simulated training steps. The last of them stands for all later steps of a run."""
+    """Holds the results of simulated training steps. The last of them stands for all later steps of a run."""
 
     tape: Tape  # allocations and frees of all steps, in order
     began: float  # when the last step began, on the simulated clock
@@ -157,11 +157,10 @@ class SimulatedStep:
 def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates an evaluation and a few training steps of `case`. Returns their allocations, and the seconds of the
-    last step. `known`: a cache of recorded operations for one decoder, sequence length, dtype and target.
-    `whole_first_step`: True to simulate all micro-batches of the first step, too, so that reserved bytes are exact.
-    Makes the decoder's parameters meta tensors. Raises ValueError if the decoder was made for other kernels than the
-    target's."""
+    """Simulates an evaluation and one or more training steps of `case`. `known`: a cache of recordings for one decoder,
+    sequence length, dtype and target. `whole_first_step`: True to simulate all micro-batches of the first step, too, so
+    that reserved bytes are exact. Makes the decoder's parameters meta tensors. Raises ValueError if the decoder was
+    made for other kernels than the target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})

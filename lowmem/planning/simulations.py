@@ -66,8 +66,7 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns how many bytes of RAM `layout` saves by having optimizer states on a disk. Buffers in RAM, through
-        which the states are copied, are subtracted."""
+        """Returns the bytes of RAM that `layout` saves by having optimizer states on a disk, less those of buffers."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
         # less the buffers through which these states are copied
@@ -123,8 +122,7 @@ class Simulations:
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes in the model of PyTorch's caching allocator under this memory cap (None: no
-        cap)."""
+        """Returns True if a step completes in the caching allocator's model under this memory cap (None: no cap)."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         return self.run(layout, limit_bytes) is not None
@@ -141,8 +139,7 @@ class Simulations:
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns the smallest memory cap that bisection finds to suffice for a step, in bytes, rounded up to whole
-        MiB."""
+        """Returns the smallest memory cap that bisection finds to suffice for a step, rounded up to whole MiB."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         # This may miss the smallest cap, because a step may complete under one cap and fail under a larger one.
         while high - low > low * _PRECISION:

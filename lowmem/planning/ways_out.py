@@ -52,8 +52,8 @@ def in_a_sentence(found: list[WayOut]) -> str:
 @dataclass(frozen=True)
 class WaysOut:
     """Looks for options with which training fits on a GPU. `room`: the limits of GPU memory and RAM, under which no
-    layout fits. `ram_bytes(simulations, size)`: returns the RAM that all processes on the machine take, if each stores
-    `size` bytes of tensors there for copies to the GPU."""
+    layout fits. `ram_bytes(simulations, size)`: returns the RAM that all processes of the run on this machine take, if
+    each stores `size` bytes of tensors there for copies to the GPU."""
 
     settings: Settings
     simulations: Simulations
@@ -61,8 +61,7 @@ class WaysOut:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns the options with which training fits under the given cap of GPU memory. Some may need a higher RAM
-        cap."""
+        """Returns options with which training fits under the given cap of GPU memory, perhaps with a higher RAM cap."""
         by_home = choices_by_home(self.settings, self.simulations)
         exact = least_ram(by_home, self.simulations, self.room.gpu)
         if exact is None:
