@@ -1,8 +1,7 @@
 """Computes CUDA's attention operators on the CPU.
 
-PyTorch has one attention operator for the CPU, which takes no dropout. For arguments that it does not take, matmuls and
-a softmax are computed; backward computes them again under autograd. Logsumexp is [B, H, T] in fp32; efficient attention
-pads T to a multiple of 32.
+The CPU has one operator for attention, without dropout. For other arguments, matmuls and a softmax are computed, and
+again in backward, under autograd. Logsumexp is [B, H, T] in fp32; efficient attention pads T to a multiple of 32.
 """
 
 import hashlib

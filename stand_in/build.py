@@ -99,9 +99,8 @@ def _headers(cuda: str) -> Path:
 
 
 def _asked_for(asking: list[Path], headers: Path, modelled: set[str]) -> dict[str, dict[str, str]]:
-    """Returns {CUDA library: {symbol: its version, or ""}}: all symbols that the stand-in's libraries must have.
-    `asking`: PyTorch's libraries, which need them. `headers`: CUDA's, which name the driver's functions. `modelled`:
-    functions of the card's model."""
+    """Returns {CUDA library: {symbol that it must have: version, or ""}}. `asking`: libraries that use the symbols.
+    `headers`: CUDA's, which name the driver's functions. `modelled`: functions of the card's model."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in asking:
         for library in re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-d", path)):

@@ -43,8 +43,7 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def order(name: str) -> Iterator[None]:
-    """Inside `with`, the card runs the work of its streams in the order `name`, one of settings.ORDERS. Raises
-    ValueError for an unknown order."""
+    """Inside `with`, streams work in the order `name` (settings.ORDERS). Raises ValueError for an unknown order."""
     if not library().card_set_order(name.encode()):
         library().card_set_order(b"issue")
         raise ValueError(f"{name}: no such order of streams")

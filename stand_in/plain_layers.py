@@ -75,8 +75,7 @@ def gated_backward(
 
 
 def _share(gate: Tensor, linear: float, cubic: float, erf: bool) -> Tensor:
-    """Returns activation(gate) / gate. The activation is GELU if `erf`, else gate * sigmoid(linear * gate + cubic *
-    gate**3)."""
+    """Returns activation(gate) / gate, of GELU if `erf`, else of gate * sigmoid(linear * gate + cubic * gate**3)."""
     return (1 + torch.erf(gate * 0.5**0.5)) / 2 if erf else torch.sigmoid(gate * (linear + cubic * gate * gate))
 
 

@@ -25,7 +25,6 @@ def environment(
         architectures: compute capabilities of PyTorch's kernels, 86 for 8.6.
         memory_bytes: the card's memory; None for the table's.
         page_locked_bytes: host memory that may be page-locked.
-        devices: number of cards.
         host_resident: page-locked memory and destinations of copies take RAM, as with a GPU.
         values: the CPU computes operators; else not even copies write device memory.
         order: in which the work of streams runs, one of ORDERS (card/streams.c).

@@ -51,8 +51,7 @@ def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]
 
 @COMPUTATION
 def _run(number: int) -> int:
-    """Runs the computation `number`. The card calls it when a stream reaches that computation. Returns 0, or 1 for an
-    error."""
+    """Runs the computation `number`; the card calls this when a stream reaches it. Returns 0, or 1 for an error."""
     try:
         with _disable_current_modes(), torch.no_grad():
             _computations.pop(number)()
@@ -131,9 +130,8 @@ class Values(TorchDispatchMode):
 
 
 class _Draws:
-    """Maps each seed and offset of CUDA's generator to a state of the CPU's generator. So both draw the same dropout
-    masks from one seed. Not supported: operators such as poisson, which draw more or fewer numbers depending on
-    values."""
+    """Maps each seed and offset of CUDA's generator to a state of the CPU's, so that one seed gives both the same
+    dropout masks. Operators such as poisson, whose number of draws depends on values, are not supported."""
 
     def __init__(self):
         self._states: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # of the CPU's generator, 5 KiB each
@@ -142,8 +140,7 @@ class _Draws:
         self._generator = threading.RLock()
 
     def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
-        """Returns the CUDA generator from which `func` will draw, with its seed and offset; None if `func` draws from a
-        CPU's."""
+        """Returns the CUDA generator, with its seed and offset, that `func` draws from; None if it uses a CPU's."""
         given = kwargs.get("generator")
         if given is None:
             given = next((value for value in args if isinstance(value, torch.Generator)), None)
@@ -158,8 +155,7 @@ class _Draws:
 
     def reserve(self, call: Callable, args: tuple, kwargs: dict, place) -> Callable:
         """Calls `call` with tensors of ones, to learn the CPU generator's state after it. Returns a function that later
-        calls `call` from the state before. `place`: the CUDA generator that draws, with its seed and offset (from
-        `self.place`)."""
+        calls `call` from the state before. `place`: result of the method `place`."""
         generator, before = place
         state = self._state(before)
         stand_ins = tree_map(lambda leaf: torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -252,8 +248,7 @@ def _arena() -> tuple[int, int]:
 
 
 def _alias(leaf):
-    """Returns a CPU tensor that has the memory, shape and strides of the tensor `leaf`. Returns anything else
-    unchanged."""
+    """Returns a CPU tensor with the memory, shape and strides of the tensor `leaf`; returns anything else unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_cuda:

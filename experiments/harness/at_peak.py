@@ -1,7 +1,6 @@
 """Lists the tensors that exist at the memory peak, measured and simulated, to explain a wrong prediction.
 
-Sizes are multiples of 512 bytes. A measured tensor is named after the Python frame that allocated it; on the CPU it has
-no name.
+Sizes are multiples of 512 bytes. Names of measured tensors are Python frames, and empty on the CPU.
 """
 
 import gc
@@ -37,8 +36,7 @@ def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
 
 
 def tape_of_cpu(work: Callable[[], Returned]) -> tuple[Tape, Returned]:
-    """Calls `work()`. Returns the tape (list of allocations and frees) of the CPU's memory meanwhile, and the result of
-    `work`."""
+    """Calls `work`. Returns the tape (list of allocations and frees) of the CPU's memory, and the result of `work`."""
     enabled = gc.isenabled()
     collect_garbage()
     # The cycle collector would free at arbitrary moments.
@@ -106,10 +104,9 @@ def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
 
 
 def differences(measured: Tape, simulated: Tape) -> dict:
-    """Compares two tapes (lists of allocations and frees) at their peaks, and returns fields for a row of results.
-    `at_measured_peak`, `at_simulated_peak`: the largest groups of tensors, [bytes, count, bytes of each, name].
-    `sizes_that_differ`: [bytes, measured count, simulated count]. `replayed_...`: peaks of `measured` in a model of the
-    allocator."""
+    """Compares two tapes (lists of allocations and frees) at their peaks. Returns fields of a row: `at_measured_peak`
+    and `at_simulated_peak`, the largest groups of tensors as [bytes, count, bytes of each, name]; `sizes_that_differ`,
+    [bytes, measured count, simulated count]; `replayed_...`, peaks of `measured` in a model of the allocator."""
     found, expected = live_at_peak(measured), live_at_peak(simulated)
     counts = [Counter(), Counter()]
     for count, groups in zip(counts, (found, expected), strict=True):

@@ -1,5 +1,4 @@
-"""Runs one job in a process of its own: calls the job's function, and writes its rows of results. Programs start this
-process, never a user.
+"""Runs one job in this process: calls its function, and writes its rows of results. Programs start it, never a user.
 
     python -m experiments.harness.child probe        describes this machine, as JSON on stdout
     python -m experiments.harness.child '{task}'     one job; exit code 0 if every check held, 3 if one did not
@@ -41,8 +40,7 @@ class Result:
 class Setting:
     """Describes how a job runs. `scratch`: a folder that is removed after the job. `record(detail, values, checks)`
     writes a row, and returns True if all checks held. `kept`: folder for files next to the rows; None: write none.
-    `stand_in`: True if the GPU is only simulated, so times mean nothing. `flops_per_second`: the device's, in large
-    16-bit matmuls."""
+    `stand_in`: True if the GPU is simulated, so times mean nothing. `flops_per_second`: in large 16-bit matmuls."""
 
     device: str
     dry_run: bool
@@ -55,13 +53,13 @@ class Setting:
     flops_per_second: float = float("inf")
 
     def expect(self, planned_seconds: float) -> None:
-        """Tells the command that started this job how many seconds the next work should take. The command ends a job
-        that takes much longer."""
+        """Tells the command that started this job how many seconds the next work should take. The command ends the
+        job's process if it takes much longer."""
         self._begin(None, planned_seconds)
 
     def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
-        """Calls `work`, the function of the case `case`, writes a row and returns the result. If the case ended in an
-        earlier process of this job, only returns that result. A job must call this for its cases in a fixed order."""
+        """Calls `work`, writes a row for `case` and returns the result. If the case ended in an earlier process of this
+        job, only returns that case's result. Must be called for a job's cases in a fixed order."""
         progress = Progress(self.scratch)
         known = progress.done().get(case)
         if known is not None:
@@ -128,14 +126,13 @@ def run(task: dict) -> int:
 
 
 def named(name: str):
-    """Imports and returns the object that `name`, "module:attribute", refers to. So a job can name a function of
-    another experiment without importing it."""
+    """Imports and returns the object "module:attribute". So jobs name other experiments' functions, and import none."""
     module, attribute = name.split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def machine_here() -> dict:
-    """Returns the result of `probe`, called in another process. It has no device names if lowmem cannot be imported."""
+    """Returns the result of `probe`, called in another process. Names and versions are empty if that process fails."""
     # A CUDA context in this process would take memory from every job.
     command = [sys.executable, "-m", "experiments.harness.child", "probe"]
     result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)

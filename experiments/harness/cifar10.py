@@ -45,7 +45,7 @@ def read(folder: str | None, train: bool) -> Samples:
 
 
 class _Arrays(pickle.Unpickler):
-    """Unpickles NumPy arrays only, because other pickles may call any function. Raises UnpicklingError for these."""
+    """Unpickles only arrays and plain values (a pickle may call any function). Raises UnpicklingError for others."""
 
     def find_class(self, module: str, name: str):
         if (module, name) not in _ARRAYS:

@@ -19,8 +19,7 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Runs `work(over)` in a thread while the code inside `with` runs. Then sets the event `over`, and waits for the
-    thread."""
+    """Inside `with`, runs `work(over)` in a thread. At the end, sets the event `over` and waits for the thread."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), daemon=True)
     thread.start()
@@ -46,8 +45,7 @@ class Countdown:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Prints that the case `name` begins. Inside `with`, where the case must run, repeats this with the time so
-        far."""
+        """Prints that the case `name` begins. Inside `with`, which must run it, prints the time so far at intervals."""
         number = self._count - len(self._expected) + 1
         title, began = f"{number} of {self._count}: {name}", time.perf_counter()
         self._say(title + self._rest("about {} left"))

@@ -21,8 +21,8 @@ class Learned:
 
 
 def learned(program: str, arguments: list[str], path: Path, trainings: Mapping[str, Callable[[], dict]]) -> list[dict]:
-    """Runs each training, appends its row to the file `path`, and returns all rows. `trainings`: {title: a function
-    that trains and returns a row's values}. The values include `losses` by update and `test_accuracy`."""
+    """Runs each training, appends a row for it to the file `path`, and returns these rows. `trainings`: {title:
+    function that trains and returns a row's values}, among them `losses` by update and `test_accuracy`."""
     common = {"sources": row_file.sources(program)} | row_file.made_by(program, arguments)
     countdown = Countdown(dict.fromkeys(trainings, 0.0))  # how long each takes is not known
     made = []

@@ -101,8 +101,8 @@ def is_one_of_torchruns() -> bool:
 
 
 def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
-    """Joins the process group (NCCL on GPUs, else gloo), and returns this process's device. `folder`: a folder that all
-    processes share, to find each other; None: torchrun's environment variables tell rank and address."""
+    """Joins the process group (NCCL on GPUs, else gloo) with one CPU thread, and returns this process's device.
+    `folder`: shared by all, for their rendezvous; None: torchrun's environment variables tell rank and address."""
     torch.set_num_threads(THREADS)
     device = device_of(rank, ranks)
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
@@ -112,8 +112,7 @@ def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
 
 @contextlib.contextmanager
 def threads_of_a_process() -> Iterator[None]:
-    """Inside `with`, lets PyTorch use as many CPU threads as in a process of a group. So this process computes the same
-    bits."""
+    """Inside `with`, PyTorch uses as many CPU threads as in a process of a group, and so computes the same bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
@@ -123,14 +122,12 @@ def threads_of_a_process() -> Iterator[None]:
 
 
 def new(ranks: list[int]) -> dist.ProcessGroup:
-    """Returns a process group of the processes `ranks`. All processes must call it, also those outside of this
-    group."""
+    """Returns a group of the processes `ranks`. All processes must call this, also those outside of the group."""
     return dist.new_group(ranks, timeout=TIMEOUT)
 
 
 def device_of(rank: int, ranks: int) -> torch.device:
-    """Returns the device of the process `rank`: its own GPU, which it also selects. Returns the CPU if this machine has
-    fewer GPUs than processes."""
+    """Selects and returns this process's own GPU. Returns the CPU if this machine has fewer GPUs than processes."""
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if not torch.cuda.is_available() or torch.cuda.device_count() < here:
         return torch.device("cpu")

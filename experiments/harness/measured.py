@@ -47,16 +47,14 @@ class Measured(Generic[Returned]):
 
 @dataclass(frozen=True)
 class Ran:
-    """Holds results of a short training. `step_seconds`: the median from the third step on. `updates`: steps that
-    updated weights."""
+    """Describes a training. `step_seconds`: median from the third step on. `updates`: steps that updated weights."""
 
     step_seconds: float
     updates: int
 
 
 def capped_device(setting: Setting) -> torch.device:
-    """Sets training's environment variables and the job's cap of GPU memory, and returns the job's device. Must be
-    called before CUDA starts."""
+    """Sets training's environment and the job's GPU memory cap, and returns the device. Call it before CUDA starts."""
     devices.set_environment()
     device = torch.device(setting.device)
     Budget(device, setting.gpu_limit_bytes, None).apply()
@@ -77,8 +75,7 @@ def precisions(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
-    """Sets up the job's device as for training. Returns the device, its card (None on the CPU), and its description for
-    the simulation."""
+    """Sets up the job's device as for training. Returns it, its card (None on the CPU) and its simulation's Target."""
     devices.set_environment()
     if setting.device == "cpu":
         return torch.device("cpu"), None, cpu_target()

@@ -15,9 +15,8 @@ BLOCKS = ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers")  #
 
 @dataclass(frozen=True)
 class Model:
-    """Describes the shape of a model. `hub`: its name on the Hugging Face hub. `kind`: model type in transformers.
-    `fields`: entries of config.json that affect memory and are not the default. `parameters`: the published count, or
-    None. `source`: of the config."""
+    """Describes a model's shape. `hub`: name on the Hugging Face hub. `kind`: type in transformers. `fields`: entries
+    of config.json that affect memory and are not the default. `parameters`: as published. `source`: of the config."""
 
     name: str
     hub: str

@@ -72,17 +72,15 @@ def size(typed: str) -> int:
 
 
 def under_runs(committed: Path) -> Path:
-    """Returns the default output path of a command, under runs/, so that rows in the repository are not overwritten.
-    `committed`: the file or folder of these rows. For experiments/bench/results/rows.jsonl, returns
-    runs/bench/rows.jsonl."""
+    """Returns a command's default output, under runs/. `committed`: rows in the repository, as a file or folder:
+    experiments/bench/results/rows.jsonl gives runs/bench/rows.jsonl."""
     # Only --rows or --out overwrites committed rows.
     parts = committed.resolve().relative_to(ROOT / "experiments").parts
     return Path("runs", *(part for part in parts if part != "results"))
 
 
 def make_folder(path: Path, *older: str) -> None:
-    """Makes the folder that --out names, and removes from it the files named `older`. Raises InputError if the folder
-    cannot be written to."""
+    """Makes the folder `path`, and removes the files `older` from it. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -20,10 +20,9 @@ TASK, TOLD = "task.pt", "told.pt"
 
 
 def train(work: str, job: Any, ranks: int, prepare: Callable[[], None] | None = None) -> list | None:
-    """Calls `work`, a function named "module:function", in each of `ranks` processes: work(job, rank, device). Starts
-    these processes, unless torchrun has. Returns all results by rank; None in torchrun's processes of other ranks than
-    0. `prepare`: called first in each process that is started here. Raises ProcessFailed, with the cause, if such a
-    process fails."""
+    """Calls work(job, rank, device) in `ranks` processes, which it starts unless torchrun has. `work`: name of the
+    function, "module:function". Returns all results by rank; None in torchrun's processes of other ranks than 0.
+    `prepare`: called first in each started process. Raises ProcessFailed, with the cause, if one of these fails."""
     if group.is_one_of_torchruns():
         rank = int(os.environ["RANK"])
         device = group.begin(None, rank, ranks)
@@ -58,8 +57,7 @@ def _told(work: str, job: Any, rank: int, device: torch.device) -> list | None:
 
 
 def write_report(report: dict, out: Path, said: str) -> None:
-    """Writes `report` into the folder `out`, draws its losses there, and prints `said`. Raises LowmemError if the
-    training diverged."""
+    """Writes `report` and its loss curves into `out`, prints `said`. Raises LowmemError if the training diverged."""
     if report["losses"]:
         draw_curves(report["losses"], out / "curves.png")
     write_json(out / "report.json", report)

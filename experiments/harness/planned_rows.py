@@ -1,5 +1,4 @@
-"""Makes plans (predictions of memory and time) for a list of cases, and a row of results for each. Uses several
-processes."""
+"""Makes a plan (prediction of memory and time) and a row of results for each of many cases, in several processes."""
 
 import argparse
 import signal
@@ -58,8 +57,7 @@ class PlannedRows:
         return list({row["name"]: row for row in row_file.read(self.file)}.values())
 
     def expected_seconds(self, cases: Sequence[Case]) -> dict[str, float]:
-        """Returns {name of a case: seconds that its plan took}, by the rows in the repository. A case without a row
-        gets the median."""
+        """Returns {case's name: its plan's seconds} by the rows in the repository; the median if a case has no row."""
         known = {row["name"]: row["planning_seconds"] for row in self.committed() if "planning_seconds" in row}
         usual = statistics.median(known.values()) if known else 0.0
         return {case.name: known.get(case.name, usual) for case in cases}

@@ -1,5 +1,4 @@
-"""Writes and reads the files by which a job's process reports to the command that started it. They name the current
-case, its time limit and the finished cases.
+"""Writes and reads the files by which a command follows its job's process: case, time limit and finished cases.
 
 A case that raises, hangs or is killed ends its process. The command then restarts the job without finished cases.
 """
@@ -23,7 +22,7 @@ def time_limit(planned_seconds: float) -> float:
 
 def flops_per_second(device_name: str) -> float:
     """Returns the 16-bit FLOP/s that a card reaches in large matmuls. For an unknown card, returns those of the slowest
-    card that was measured."""
+    measured card from sm_75 on."""
     card = card_of_name_reported(device_name)
     if card is not None:
         return _rate(card)
@@ -40,8 +39,7 @@ class Progress:
         self._now, self._done = folder / "progress.json", folder / "cases.jsonl"
 
     def begin(self, case: str | None, planned_seconds: float) -> None:
-        """Announces that `case` begins, and computes its time limit from `planned_seconds`. `case` None: work of the
-        job outside of its cases."""
+        """Announces `case` (None: work of the job outside of its cases), with a time limit for `planned_seconds`."""
         content = {"case": case, "until": time.monotonic() + time_limit(planned_seconds)}
         part = self._now.with_suffix(".part")
         part.write_text(json.dumps(content))

@@ -30,13 +30,12 @@ def on_stand_in() -> bool:
 
 
 def computes_values() -> bool:
-    """Returns False on the stand-in for a GPU without --values, where kernels write nothing; else True."""
+    """Returns False if this process runs on a stand-in for a GPU whose kernels write nothing; else True."""
     return not on_stand_in() or bool(os.environ.get("STAND_IN_VALUES"))
 
 
 def card_counts() -> dict[str, int]:
-    """Returns the counters (launches, copies, bytes) of the stand-in for a GPU; {} if this process does not run on
-    it."""
+    """Returns the counts (launches, copies, bytes) of the stand-in for a GPU; {} if this process runs without it."""
     if not on_stand_in():
         return {}
     from stand_in.card_library import counts
@@ -45,8 +44,8 @@ def card_counts() -> dict[str, int]:
 
 
 def through_stand_in() -> list[str]:
-    """Returns arguments of Python that run a command on the stand-in for a GPU, with this process's settings. Returns
-    [] if this process does not run on it."""
+    """Returns arguments of Python that run a command on the stand-in for a GPU, with this process's --gpu, --order,
+    --values and --ram. Returns [] if this process does not run on it."""
     if not on_stand_in():
         return []
     found = os.environ
@@ -141,8 +140,8 @@ def commit() -> str | None:
 
 
 def sources(target: str) -> str:
-    """Returns a digest of the code that makes the rows of `target`, a "module" or "module:function". The code is
-    lowmem, the experiment's own folder, and the folders that experiments share."""
+    """Returns a digest of the code that makes the rows of `target`, a "module" or "module:function": lowmem,
+    train_gpt2_*.py, the experiment's own folder, and the folders that experiments share."""
     folders = {"harness", "gpu_acceptance", "memory_estimation", *target.split(":")[0].split(".")[1:2]}
     return digest("lowmem/**/*.py", "train_gpt2_*.py", *(f"experiments/{folder}/*.py" for folder in sorted(folders)))
 
@@ -155,8 +154,8 @@ def plan_sources(*own: str) -> str:
 
 # A commit's name says nothing about a working tree that was changed since, so the code itself is hashed.
 def digest(*patterns: str) -> str:
-    """Returns a digest of the files that match the globs, except files that only show rows. Of Python files,
-    docstrings, comments and blank lines do not count."""
+    """Returns a digest of the files that match the globs, except __init__.py and files that only show rows. Of Python
+    files, docstrings, comments and blank lines do not count."""
     found = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         if path.name in ("table.py", "tables.py", "predicted.py", "__init__.py"):
@@ -182,8 +181,8 @@ def code_of(source: bytes) -> bytes:
 
 
 def made_by(program: str, arguments: list[str]) -> dict:
-    """Returns the fields that all rows of one call of `python -m program` share, such as command, commit and date. Rows
-    of jobs have other fields (`make_row`)."""
+    """Returns the fields that all rows of one call of `python -m program` share, such as command, commit and date. Jobs
+    make their rows otherwise (`make_row`)."""
     from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {

@@ -46,14 +46,12 @@ def _source_files() -> list[Path]:
 
 
 def parted(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits samples into two parts; every sixth is for testing. Returns (training inputs, training targets, test
-    inputs, test targets)."""
+    """Returns (training inputs, training targets, test inputs, test targets): every sixth sample is for testing."""
     tested = torch.arange(len(inputs)) % TEST_EVERY == TEST_EVERY - 1
     return inputs[~tested], targets[~tested], inputs[tested], targets[tested]
 
 
 def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:
-    """Draws `size` of `samples` samples for a training step. Returns their indices, int64 [size], equal in every
-    process."""
+    """Draws `size` of `samples` indices for a step, with replacement: int64 [size], equal in every process."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return torch.randint(0, samples, (size,), generator=generator)

@@ -22,8 +22,8 @@ def measure(
     sources: str | None = None,
 ) -> int:
     """Measures the command lines that the options choose from `cases`, {section: its command lines}. Appends a row for
-    each, and prints the page of all rows. `values_of(section, command line)` returns what a row measures. `committed`:
-    the file of rows in the repository. `sources`: digest of the code; None: the program's. Returns the exit code."""
+    each, and prints the page of all rows. `values_of(section, command line)` returns a row's values. `committed`: the
+    file of rows in the repository. `sources`: digest of the code; None: the program's. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {program}", allow_abbrev=False)
     parser.add_argument("--only", choices=cases, action="append", help="default: all of them")
@@ -51,9 +51,8 @@ def newest(rows: Iterable[dict], *sections: str) -> list[dict]:
 
 
 def page(rows: list[dict], sections: Iterable[Section], newest: Callable[..., list[dict]] = newest) -> str:
-    """Returns Markdown: a title and a table for each of the `sections` that has rows, and the machine of the last row.
-    Each is (names of sections in rows, title, function that makes the table). `newest(rows, *names)` selects the
-    rows."""
+    """Returns Markdown: a title and a table for each section with rows, and the machine of the last row. A section is
+    (names of sections in rows, title, function that makes the table). `newest(rows, *names)` selects its rows."""
     parts = []
     for names, title, table in sections:
         if found := newest(rows, *names):

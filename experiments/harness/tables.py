@@ -15,8 +15,7 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def runs_twice(choice: dict) -> bool:
-    """Returns True if each step runs forward and backward twice. `choice`: the layout of the step in a row of
-    results."""
+    """Returns True if each step runs forward and backward twice, by `choice`, the step's layout in a row of results."""
     return choice.get("fate") == "dropped" or choice.get("norm_first", False)  # older rows have norm_first
 
 

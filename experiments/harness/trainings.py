@@ -1,7 +1,7 @@
 """Makes small trainings in every layout, for tests and experiments that compare bits.
 
-A layout says how a step is cut and where tensors are stored. PLAIN is the simplest. Any other must give bitwise equal
-weights, low halves, moments, losses and norms.
+A layout says how a step is cut and where tensors are stored. PLAIN is the simplest. All others here must give bitwise
+equal weights, low halves, moments, losses and norms.
 
     step, store = make_step(model, precision="bf16", **PLAIN | LAYOUTS["streamed, deferred"])
     outcome = train(step, store, batches)
@@ -139,8 +139,7 @@ class Outcome:
 
     @classmethod
     def of(cls, results: Sequence[StepResult], store: Store, page_locked: bool = True) -> "Outcome":
-        """Collects the losses, norms, weights and optimizer states of a training. Must be called after
-        `TrainingStep.flush`, which makes all updates."""
+        """Collects the losses, norms, weights and states of a training. Must be called after `TrainingStep.flush`."""
         states = {
             f"{part.name} {key}": tensor.to("cpu", copy=True)
             for part in store.parts
@@ -169,8 +168,8 @@ def make_step(
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """Returns the step that trains `model`, and the store of its weights and optimizer states. `weights` None: the
     model's own. `kept`: how much blocks save for backward (Layout.kept); a float is a multiple of the number of blocks.
-    `defer`: True if updates may wait for the next step. `disk_tensor` None: temporary files. Other keywords are
-    Layout's; by default, micro-batches have 2 sequences, and all states are on the device."""
+    `defer`: updates may wait for the next step. `disk_tensor` None: temporary files. Other keywords are Layout's; by
+    default, micro-batches have 2 sequences, and all states are on the device."""
     if weights is None:
         weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype, rule = WORKING_DTYPES[precision], get_optimizer(optimizer)
@@ -192,8 +191,7 @@ def train(
     step: TrainingStep, store: Store, batches: Sequence[Batch], rates: Sequence[float] | None = None,
     before_step: Callable[[TrainingStep, int], None] = lambda step, index: None,
 ) -> Outcome:  # fmt: skip
-    """Takes a step for each batch, and returns the outcome. `rates`: the learning rate of each step; None:
-    LEARNING_RATE. `before_step(step, index)` is called before each step."""
+    """Takes a step for each batch, and returns the outcome. `rates`: learning rates by step; None: LEARNING_RATE."""
     page_locked = store.page_lock()
     results = []
     for index, batch in enumerate(batches):

@@ -17,8 +17,7 @@ DISK_MARGIN_BYTES = 2**30
 
 
 def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
-    """Raises LowmemError if `folder` has no room for `needed_bytes` and DISK_MARGIN_BYTES. `name`: of the model, for
-    the error's text."""
+    """Raises LowmemError, about the model `name`, if `folder` has no room for `needed_bytes` and DISK_MARGIN_BYTES."""
     needed_bytes += DISK_MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -29,8 +28,7 @@ def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
 
 
 def report_of(command: list[str], out: Path, name: str) -> dict:
-    """Runs `command`, which writes under `out`, and returns its report.json. Raises LowmemError, which names the run
-    `name`, if the run fails."""
+    """Runs `command` with --out `out`, and returns its report.json. Raises LowmemError, about `name`, if it fails."""
     ended = subprocess.run([*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]

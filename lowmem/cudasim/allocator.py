@@ -45,8 +45,7 @@ class _Arena:
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Chooses the free range from which to take `size` bytes. Returns its index in `by_size`, the sorted list of
-        free ranges, or None if no range is large enough."""
+        """Returns the index in `by_size` of the free range to take `size` bytes from, or None if all are too small."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
@@ -102,8 +101,7 @@ class _Arena:
         del self.by_size[bisect_left(self.by_size, (size, address))]
 
     def map_pages(self, address: int, size: int) -> int:
-        """Maps pages for at least `size` bytes at the start of the unmapped range at `address`. Returns the bytes
-        mapped, which are free then."""
+        """Maps free pages for `size` bytes at the start of the unmapped range at `address`. Returns their bytes."""
         mapped, available = round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
@@ -214,8 +212,8 @@ class CachingAllocator:
         return self._next_address - size
 
     def _grow(self, arena: _Arena, size: int) -> int:
-        """Takes memory from the driver, so that `arena` has a free range of `size` bytes. Returns the range's index in
-        `arena.by_size`. Raises SimulatedOutOfMemory if the cap does not allow it."""
+        """Takes memory from the driver, so that `arena` has a free range of at least `size` bytes. Returns the range's
+        index in `arena.by_size`. Raises SimulatedOutOfMemory if the cap does not allow it."""
         # The cap is tested for a segment of the usual size, but an expandable one maps whole pages: up to 18 MiB more.
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)

@@ -52,8 +52,8 @@ _copies: dict[Tensor, Tensor] = {}  # {weight: its 16-bit copy}, by identity
 
 
 class CudaAutocast(ExitStack):
-    """Simulates torch.autocast("cuda", dtype) around the forward pass of a model without data. A dtype of None switches
-    autocast off, inside an outer CudaAutocast. Raises InputError if an operator in REFUSED is called."""
+    """Simulates torch.autocast("cuda", dtype) around the forward pass of a model without data. With a dtype of None,
+    autocast is off, even inside another CudaAutocast. Raises InputError if an operator in REFUSED is called."""
 
     def __init__(self, dtype: torch.dtype | None = torch.bfloat16):
         super().__init__()
@@ -108,9 +108,8 @@ def autocast_simulated() -> Iterator[None]:
 
 
 def narrowed(value):
-    """Returns `value` in autocast's 16-bit dtype, as CUDA casts the inputs of a matmul. A weight is cast once, and the
-    copy is cached. Returns `value` unchanged if autocast is off, or if `value` is no meta tensor in fp32, fp16 or
-    bf16."""
+    """Returns `value` in autocast's 16-bit dtype, as CUDA casts the inputs of a matmul. Caches the copies of weights.
+    Returns `value` itself if autocast is off, or if it is no meta tensor in fp32, fp16 or bf16."""
     if not torch.is_autocast_enabled("cuda") or not _eligible(value):
         return value
     dtype = torch.get_autocast_dtype("cuda")

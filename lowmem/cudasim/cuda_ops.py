@@ -116,9 +116,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs scaled_dot_product_attention on tensors without data, by the operators that it would call on CUDA. Returns
-    NotImplemented for tensors with data. `chosen`: returns the kernel for the arguments (attention_kernel). Source:
-    attention.cpp in native/transformers (near 2.13)."""
+    """Runs scaled_dot_product_attention by CUDA's operators. Returns NotImplemented for tensors with data. `chosen`:
+    returns the kernel for the arguments (`attention_kernel`). Source: native/transformers/attention.cpp (near 2.13)."""
     if not _without_data(query):
         return NotImplemented
     query, key, value, attn_mask = map(narrowed, (query, key, value, attn_mask))
@@ -174,9 +173,8 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 
 def _linear(input, weight, bias=None):
-    """Runs F.linear with a bias as CUDA does if the input is not contiguous and has 3 or more dimensions: adds the bias
-    in place. Returns NotImplemented for all other arguments, so PyTorch's own function runs. Source:
-    native/Linear.cpp."""
+    """Runs F.linear with a bias on a non-contiguous input without data, of 3 or more dimensions: adds the bias in
+    place, as CUDA does. Returns NotImplemented for all other arguments. Source: native/Linear.cpp."""
     # If the input cannot be viewed as a matrix, CUDA adds the bias in place. Without data, and under a dispatch mode,
     # PyTorch would make a new tensor.
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
@@ -187,9 +185,8 @@ def _linear(input, weight, bias=None):
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout of a meta tensor as CUDA does: one operator, which saves a mask of bools. Returns NotImplemented, so
-    PyTorch's own function runs, for tensors with data, for `inplace`, and if nothing is random. Source:
-    native/Dropout.cpp (near 2.13)."""
+    """Runs dropout on a tensor without data by CUDA's operator, which saves a mask of bools. Returns NotImplemented for
+    other tensors, for `inplace`, and if nothing is random. Source: native/Dropout.cpp (near 2.13)."""
     # With `inplace`, the mask has the input's dtype.
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
@@ -198,7 +195,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 def _softmax(input, dim, dtype=None):
     """Runs softmax with dtype=fp32 on fp16 inputs without data, which CUDA converts inside the kernel. Returns
-    NotImplemented for all other arguments, so PyTorch's own function runs. Source: native/SoftMax.cpp (main branch)."""
+    NotImplemented for all other arguments. Source: native/SoftMax.cpp (main branch)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
@@ -240,8 +237,8 @@ STORAGE_BYTES: dict[Callable, Callable] = {
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
     """Returns the bytes of each workspace that a thread allocates at its first matmul, and keeps. The first is
-    cuBLAS's. In PyTorch 2.12 and older, forward's thread has a second one, cuBLASLt's. `config`: value of
-    CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count", or None. Source: cuda/CublasHandlePool.cpp (2.13)."""
+    cuBLAS's. In PyTorch 2.12 and older a second one follows, cuBLASLt's, which only forward's thread has. `config`:
+    value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count", or None. Source: cuda/CublasHandlePool.cpp (2.13)."""
     # cuBLASLt computes addmm with a bias vector. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: the
     # main branch, whose threads free the workspace after each matmul.
     shared_with_blaslt = torch_version >= (2, 13)

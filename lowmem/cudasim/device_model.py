@@ -15,15 +15,15 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Describes a simulated device. The recorder calls `hidden_bytes` and `seconds` with (func, args, kwargs, result),
-    and `allocated` with a list of results instead. It does so for each operation whose costs are not cached."""
+    """Describes a simulated device. For an operation without cached costs, the recorder calls `hidden_bytes` and
+    `seconds` with (func, args, kwargs, result), and `allocated` with (func, args, kwargs, list of results)."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # returns a context with the device's operators
     hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary
     # Bytes. The forward thread allocates all of these at its first matrix product, the backward thread only the first.
     workspace_bytes: tuple[int, ...] = ()
     allocated: Callable = lambda func, args, kwargs, results: results  # returns those on the device, in order
-    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # {operator: returns its result's bytes}
+    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # {operator: returns a larger size or None}
     seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
     more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}

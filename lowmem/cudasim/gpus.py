@@ -186,8 +186,7 @@ _SAYS_NOTHING = re.compile(  # parts of a name that tell no cards apart
 
 def card_named(name: str, option: str = "--gpu", otherwise: str = _WITHOUT_A_NAME) -> Card:
     """Returns the GPU with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``Tesla
-    V100-SXM2-32GB``. Raises InputError for a name that is not in the table; its text names `option` and gives the
-    advice `otherwise`."""
+    V100-SXM2-32GB``. Raises InputError, with `option` and the advice `otherwise`, for an unknown name."""
     plain = name.lower().replace("mobile", "laptop")
     short = _SAYS_NOTHING.sub("", plain)
     if (found := _exactly(short) or _of_size(plain)) is not None:

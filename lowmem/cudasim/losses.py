@@ -12,9 +12,8 @@ _aten = torch.ops.aten
 
 # Sources: Loss.cpp, cuda/Loss.cu.
 def _losses(reduced_in_place: bool) -> Callable:
-    """Returns a function that computes the temporaries of one loss. A loss that is reduced to one number first makes a
-    tensor of all elements' losses. This tensor is a temporary; if `reduced_in_place`, it is the result's storage
-    instead."""
+    """Returns a function that computes the temporaries of one loss. If the loss is reduced, a tensor holds the losses
+    of all elements: a temporary, or the result's storage if `reduced_in_place`."""
 
     def temporaries(gpu: Gpu, result, input, target, *_, **__):
         if result.dim():

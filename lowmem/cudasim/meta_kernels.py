@@ -48,7 +48,7 @@ def fused_on_meta() -> Iterator[None]:
 
 def gru_cell(input, hidden, *weights: Tensor):
     """Runs torch.gru_cell on meta tensors as CUDA does: two matmuls, then one fused operator. Returns NotImplemented
-    for tensors with data, and outside of `fused_on_meta`. Source: native/RNN.cpp."""
+    for other tensors, and outside of `fused_on_meta`. Source: native/RNN.cpp."""
     if not input.is_meta or not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_thnn_fused_gru_cell", "Meta"):
         return NotImplemented
     input, hidden, of_input, of_hidden, *biases = map(narrowed, (input, hidden, *weights))
@@ -58,7 +58,7 @@ def gru_cell(input, hidden, *weights: Tensor):
 
 def lstm_cell(input, states, *weights: Tensor):
     """Runs torch.lstm_cell on meta tensors as CUDA does: two matmuls, then one fused operator. Returns NotImplemented
-    for tensors with data. Source: native/RNN.cpp."""
+    for other tensors. Source: native/RNN.cpp."""
     if not input.is_meta:
         return NotImplemented
     input, hidden, cell, of_input, of_hidden, *biases = map(narrowed, (input, *states, *weights))

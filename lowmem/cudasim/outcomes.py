@@ -46,7 +46,7 @@ def may_resize(func) -> bool:
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the cache key of an operation: its function, and the shapes, strides and dtypes of its arguments. Returns
+    """Returns the cache key of an operation: function; shapes, strides and dtypes of tensors; other arguments. Returns
     None if its costs cannot be cached: a tensor has data or is passed twice, or an object is no plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())

@@ -81,9 +81,9 @@ def cuda_peak(
 def record(
     function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
 ) -> Recorder:
-    """Runs `function(recorder)` on meta tensors under a new recorder, which it returns. `name_of(frame)` names the
-    storages that the code of a Python frame allocates; None: names by the phase (forward, backward, update). Raises
-    InputError for code that needs a GPU."""
+    """Calls `function` with a new recorder, which records it on meta tensors, and returns the recorder.
+    `name_of(frame)` names the storages that the code of a Python frame allocates; None: names by the phase (forward,
+    backward, update). Raises InputError for code that needs numbers or a GPU."""
     recorder = Recorder(device_model, name_of or _phase, {})
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
@@ -172,8 +172,7 @@ def _devices_by_number() -> AbstractContextManager:
 
 @contextmanager
 def _python_seen_through() -> Iterator[None]:
-    """Inside `with`, lets torch function modes see the operations in PyTorch's Python functions, such as
-    nn.functional's. Otherwise a mode gets such a function as one call."""
+    """Inside `with`, torch function modes see the operations inside functions of nn.functional and torch.functional."""
     # Else a mode gets nn.MultiheadAttention as one function, and is off while that runs.
     names = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
     with ExitStack() as stack:

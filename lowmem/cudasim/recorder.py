@@ -61,8 +61,8 @@ class Region:
 
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and time of the PyTorch code inside `with recorder:`, which runs on meta tensors.
-    `name_of(frame)` names the storages that the code of a Python frame allocates, or returns None to ask for the
-    calling frame. `outcomes`: a cache {signature: costs of an operation} that recorders of one `device_model` share."""
+    `name_of(frame)` names the storages that the code of a Python frame allocates; if it returns None, the calling frame
+    decides. `outcomes`: a cache {signature: costs of an operation} that recorders of one `device_model` may share."""
 
     def __init__(
         self, device_model: DeviceModel | None = None, name_of: Callable = lambda frame: None,
@@ -178,9 +178,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code inside `with` as a region: a part of the tape that `replay` can repeat. Its storages are
-        called `name`. Raises AssertionError if the code frees an older storage that the region `earlier` did not
-        allocate."""
+        """Records the code inside `with` as a region: a part of the tape for `replay`. Its tensors' storages are called
+        `name`. Raises AssertionError if the code frees an older storage that is not of the region `earlier`."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -247,8 +246,8 @@ class Recorder(TorchDispatchMode):
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless it is on the tape already. Without `name`, the
-        storage is named like those that the calling code allocates."""
+        """Records the storage of `tensor` as allocated now, unless it has data or is on the tape already. Without
+        `name`, the storage is named like those that the calling code allocates."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:

@@ -153,8 +153,7 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
-    """Estimates the seconds of a kernel that is limited by its instructions, not by memory bandwidth. Returns 0 for all
-    other kernels."""
+    """Estimates a kernel's seconds from the elements that it processes per clock; 0 for kernels without such a rate."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     if not tensors:
         return 0.0
@@ -194,8 +193,8 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the share (0 to 1) of the multiprocessors that `batch` matmuls of [rows, terms] and [terms, columns] keep
-    busy. `tile`: most rows and columns of the result that a multiprocessor computes at a time."""
+    """Returns the share (0 to 1) of the GPU that `batch` matmuls of [rows, terms] and [terms, columns] keep busy.
+    `tile`: most rows and columns of the result that a multiprocessor computes at a time."""
     # A multiprocessor computes one tile of the result at a time. Parts of tiles beyond the edges are lost, and so are
     # multiprocessors without a tile in the last round (wave quantization). If tiles are few, several share a long sum
     # (split-K).

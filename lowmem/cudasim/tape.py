@@ -30,7 +30,7 @@ class Chunk:
 @dataclass
 class Tape:
     """Lists allocations and frees of GPU memory in order. Iterating yields (storage, bytes, name) for an allocation,
-    and (storage, FREED, "") for a free. Each storage has a number of its own."""
+    and (storage, FREED, "") for a free. `storage` is a unique number."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -61,9 +61,9 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns (bytes at the end, bytes at the peak, [(storage, bytes)] still allocated at the end, freed storages of
-    earlier chunks). Bytes are relative to the start of `chunk`, and each size is rounded up to a multiple of
-    `rounding`. `sizes`: {number: bytes} of earlier storages."""
+    """Returns (bytes at the end, bytes at the peak, [(storage, bytes)] still allocated, freed storages of earlier
+    chunks). The first two are relative to the start of `chunk`. Sizes are rounded up to multiples of `rounding`.
+    `sizes`: {number: bytes} of earlier storages."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -88,7 +88,7 @@ class Memory:
     reserved_peak_bytes: int
     wanted_peak_bytes: int  # any cap of at least this many bytes gives the same replay; see CachingAllocator
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
-    to_peak: Tape = field(repr=False)  # the replayed tape up to the chunk with the peak of allocated bytes
+    to_peak: Tape = field(repr=False)  # the replayed tape to the end of the chunk with the allocated peak
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
@@ -101,10 +101,9 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. Returns the peaks. Raises
-    SimulatedOutOfMemory if the tape does not complete under `limit_bytes` (None: no cap). `expandable_segments`: the
-    allocator's setting; None: the setting of training (device.py). `streams`: {name of storages: CUDA stream}; all
-    others are on stream 0."""
+    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. Returns the memory taken.
+    Raises SimulatedOutOfMemory if the replay fails under `limit_bytes` (None: no cap). `expandable_segments`: the
+    allocator's setting; None: that of training. `streams`: {name of storages: CUDA stream}; others are on stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free

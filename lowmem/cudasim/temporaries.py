@@ -66,9 +66,9 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns into how many parts flash attention splits the keys: the fewest that reach 85% of the best occupancy.
-    `blocks`: CUDA blocks if the keys are not split. `slots`: CUDA blocks that the GPU runs at once. `key_blocks`: tiles
-    of keys, which limit the number of parts."""
+    """Returns into how many parts flash attention splits the keys: 1 if `blocks` reaches 80% of `slots`, else the
+    fewest that reach 85% of the best occupancy. `blocks`: CUDA blocks without a split. `slots`: CUDA blocks that the
+    GPU runs at once. `key_blocks`: tiles of keys, the most parts possible."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}

@@ -13,8 +13,7 @@ from pathlib import Path
 
 
 class _AfterImport:
-    """Calls `then` after the module `name` has been imported. Goes into sys.meta_path, and leaves it to the other
-    finders there to find the module."""
+    """Calls `then` after the import of module `name`. Goes into sys.meta_path, whose other finders find the module."""
 
     def __init__(self, name, then):
         self.name, self.then = name, then
