@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.batches import Batches, Rows
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents, row_inputs
+from lowmem.data.formats import refuse_unused_names, with_first_filled
 from lowmem.data.pairs import PairBatches
 from lowmem.data.prepared import Part, Preparation, content_key
 from lowmem.data.records import Reading, Record, Source, first_rows
@@ -100,6 +101,7 @@ class _Reader:
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # Splitting off the held-out share writes all tokens again.
         folder.times_written = 1 if self.evaluated or self.settings.eval_fraction == 0 else 2
+        self._check_named_columns()
         parts = []
         for source in self.sources:
             rows = first_rows(source.train, self.settings.max_samples)
@@ -117,6 +119,22 @@ class _Reader:
                 parts.append(Part(*held_out))
         named = [self._held_out(source, folder) for source in self.evaluated]
         return [*_without_held_out(parts, folder, named), *named]
+
+    def _check_named_columns(self) -> None:
+        """Raises InputError if an option such as --text-field names a column by which no data set can be read, although
+        another format fits each."""
+        reading = Reading.of(self.settings)
+        if not reading.named:
+            return
+        firsts: list[Record] = []
+
+        def noted(source: Source) -> Source:
+            first, records = with_first_filled(iter(source.train), reading)
+            firsts.extend([first] if first is not None else [])
+            return replace(source, train=records)  # which can be read only once
+
+        self.sources, self.evaluated = [*map(noted, self.sources)], [*map(noted, self.evaluated)]
+        refuse_unused_names(firsts, reading)
 
     def _load(self, source: Source, records: Iterable[Record], rows: int | None, folder: ArrayFolder) -> Documents:
         limit = rows if source.streamed else None

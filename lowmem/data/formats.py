@@ -211,6 +211,23 @@ def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreT
     return format
 
 
+def refuse_unused_names(firsts: list[Record], reading: Reading) -> None:
+    """Raises InputError if an option names a column by which none of the data sets, with the first rows `firsts`, can
+    be read. Does nothing if no format at all fits one of them, which `find_format` refuses with advice."""
+    fitting = [
+        [columns for columns, _, _ in _formats(reading) if first.columns.keys() >= {*columns}] for first in firsts
+    ]
+    if not all(fitting):
+        return
+    usable = {column for formats in fitting for columns in formats for column in columns}
+    pair = {reading.prompt: reading.completion, reading.completion: reading.prompt}
+    for option, column in reading.named.items():
+        if firsts and column not in usable:
+            place = f" next to {pair[column]}" if column in pair else ""
+            columns = _listed(dict.fromkeys(name for first in firsts for name in first.columns))
+            raise InputError(f"{option} {column}: no data set has this column{place}; the columns are {columns}")
+
+
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Returns the ids of the special tokens that the tokenizer puts before a text."""
     whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]

@@ -31,6 +31,13 @@ class Reading:
     def columns(self) -> tuple[str, ...]:
         return self.text, self.prompt, self.completion, self.messages
 
+    @property
+    def named(self) -> dict[str, str]:
+        """Returns {option: column} of the columns that the user has named."""
+        options = ("--text-field", "--prompt-field", "--completion-field", "--messages-field")
+        pairs = zip(options, self.columns, Reading().columns, strict=True)
+        return {option: column for option, column, usual in pairs if column != usual}
+
 
 @dataclass(frozen=True)
 class Record:

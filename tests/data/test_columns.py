@@ -62,6 +62,32 @@ def test_a_named_column_that_is_not_there_is_refused_with_those_that_are(tmp_pat
             load(path)
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"text_field": "boddy"}, "--text-field boddy: no data set has this column"),
+        ({"messages_field": "boddy"}, "--messages-field boddy: no data set has this column"),
+        ({"prompt_field": "boddy"}, "--prompt-field boddy: no data set has this column next to completion"),
+        ({"prompt_field": "question"}, "--prompt-field question: no data set has this column next to completion"),
+        ({"completion_field": "answer"}, "--completion-field answer: no data set has this column next to prompt"),
+    ],
+    ids=str,
+)
+def test_a_name_by_which_no_data_set_can_be_read_is_refused_although_others_fit(tmp_path, named, said):
+    """Seen to fail: the data were read by the other columns without a word."""
+    path = write_rows(tmp_path / "a.jsonl", [ASKED | {"instruction": "say", "output": "hey", "messages": None}])
+    columns = "the columns are question, answer, instruction, output, messages"
+    with pytest.raises(InputError, match=f"^{said}; {columns}$"):
+        load(path, **named)
+
+
+def test_a_named_column_may_be_in_one_of_several_data_sets(tmp_path):
+    named = write_rows(tmp_path / "a.jsonl", [{"body": "x" * 100}])
+    other = write_rows(tmp_path / "b.jsonl", [ASKED | {"prompt": "p", "completion": "c"}])
+    data = load((str(named), str(other)), text_field="body", eval_fraction=0)
+    assert [rows.documents.packed for rows in data.train.parts] == [True, False]
+
+
 def test_a_split_is_taken_by_its_name(tmp_path):
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
     for name in ("train_sft", "train_gen", "test_sft"):
