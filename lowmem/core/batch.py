@@ -162,9 +162,9 @@ class Batch:
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths`, each is a view of at
-        most `size` rows. With `lengths`, sorts the rows, longest first, and cuts them by `micro_batch_shapes`. `least`:
-        a micro-batch with fewer positions is assumed to take as long as one with `least`."""
+        """Cuts the batch into micro-batches. Without `lengths`, each is a view of at most `size` rows. With `lengths`,
+        sorts the rows, longest first, and cuts them by `micro_batch_shapes`. Then each has at most `size` x T positions
+        (T: the batch's width). One with fewer than `least` positions is assumed to take as long as one with `least`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)

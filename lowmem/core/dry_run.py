@@ -1,4 +1,4 @@
-"""Examines a model's layers: runs them on tensors without data, or compares their output with a formula's."""
+"""Finds out what a model's layers compute: runs them on tensors without data, or compares them with a formula."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +46,7 @@ def _run_block(decoder: Decoder, index: int) -> None:
 
 
 def agrees(output: object, formula: Tensor) -> bool:
-    """Returns True if `output` is a tensor that equals `formula` except for rounding."""
+    """Returns True if a layer's `output` is a tensor that equals the result of a `formula`, except for rounding."""
     alike = isinstance(output, Tensor) and output.shape == formula.shape
     return alike and bool((output - formula).abs().max() <= _MOST_ERROR * formula.abs().max())
 

@@ -45,7 +45,8 @@ class SharedUse:
     own: nn.Parameter | None = None
 
     def value(self) -> nn.Parameter:
-        """Returns `own` with the shared parameter's current data; the shared parameter if `own` is None."""
+        """Returns the parameter that this block uses. That is `own`, which gets the current data of the shared
+        parameter, or the shared parameter itself if `own` is None."""
         if self.own is None:
             return self.parameter()
         self.own.data = self.parameter().data

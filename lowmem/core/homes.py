@@ -29,7 +29,7 @@ _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by addr
 
 
 def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a new tensor [entries] of zeros in RAM."""
+    """Returns a new flat tensor of `entries` zeros in RAM."""
     size_bytes = max(entries * dtype.itemsize, 1)
     # A mapping has exactly the size asked for. PyTorch's page-locked allocator rounds up to powers of two: 2.25 GiB
     # take 4 GiB.
@@ -62,7 +62,7 @@ class DiskStates:
         self.folder, self.number, self._end = folder, self._file.fileno(), 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new memory-mapped tensor [entries] of zeros. Raises LowmemError if the disk has too little
+        """Returns a new memory-mapped flat tensor of `entries` zeros. Raises LowmemError if the disk has too little
         space."""
         size = round_up(max(entries * dtype.itemsize, 1), mmap.ALLOCATIONGRANULARITY)
         try:

@@ -54,7 +54,8 @@ class Norm:
 
     @property
     def kind(self) -> torch.dtype | None:
-        """Returns the output's dtype, or None for the input's: a part of the key of decoder.kind_of."""
+        """Returns the output's dtype, or None for the input's. decoder.kind_of takes blocks for equal only if the norms
+        in them agree in this."""
         return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:

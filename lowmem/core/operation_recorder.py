@@ -94,7 +94,8 @@ class Recording:
 class OperationRecorder(TorchDispatchMode):
     """Records the PyTorch operations that run inside `with`. `arguments`: tensors and objects that are replaced when
     the recording is repeated; the first must be a tensor. `constants`: modules whose parameters and buffers the
-    operations may use. `alone`: `holders_if_alone()` to add up gradients in place, as autograd does, or None."""
+    operations may use. `alone`: the result of `holders_if_alone` to add up gradients in place, as autograd does; None
+    to add them out of place."""
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
@@ -266,7 +267,8 @@ class OperationRecorder(TorchDispatchMode):
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the reference counts that an OperationRecorder sees for a gradient that only autograd holds."""
+    """Returns the reference counts that an OperationRecorder sees for a gradient that only autograd holds. Another
+    gradient may be added to it in place."""
     with torch.enable_grad(), OperationRecorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()

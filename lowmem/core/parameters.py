@@ -53,8 +53,9 @@ class Piece:
 
 
 class Part:
-    """Holds the matrices or the vectors of a unit, such as a block: weights `working` [n], the optimizer's `state`
-    {name: [entries]}, and fp32 `gradient` or None. If ranks shard matrices, n is the size of this rank's share."""
+    """Holds the matrices or the vectors of a unit, such as a block. They are in flat tensors: weights `working` [n],
+    the optimizer's `state` {name: tensor}, and fp32 `gradient` or None. If ranks shard matrices, n is the size of this
+    rank's share."""
 
     def __init__(
         self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement,
@@ -110,8 +111,8 @@ class Part:
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns the tensor from which the model's parameter `name` is made: a view of the weights. If the weights are
-        on this device only while they are used, the tensor is NaN."""
+        """Returns a tensor for the model's parameter `name`: a view of the weights. If these are on this device only
+        while they are used, returns a tensor of the parameter's shape that holds only NaNs."""
         if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
@@ -171,8 +172,8 @@ class Part:
 
 
 class Store:
-    """Holds all weights, gradients and optimizer states of a decoder. The decoder's parameters become views of the
-    weights. If a parameter's weights are in RAM or on other ranks, it is NaN until they are copied to the device."""
+    """Holds all weights, gradients and optimizer states of a decoder, whose parameters become views of the weights. If
+    RAM or other ranks store a parameter's weights, it holds only NaNs until they are copied to the device."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class Store:
         return all([page_lock(tensor) for tensor in tensors])
 
     def host_buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new tensor [entries] in RAM, page-locked if possible."""
+        """Returns a new flat tensor of `entries` zeros in RAM, page-locked if possible."""
         buffer = self._host_tensor(entries, dtype)
         if self.device.type == "cuda":
             page_lock(buffer)

@@ -152,9 +152,9 @@ def product_skipped(layer: nn.Module) -> Iterator[None]:
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns, for each block, the layer whose matmul can be left out when the block is recomputed: the one that makes
-    the block's last matmul. The entry is None if backward needs that matmul's values, or if the layer makes other
-    matmuls. It is also None if the block does not run without data. `dtype`: the matrices' dtype."""
+    """Returns, for each block, the layer that makes its last matmul, if this matmul can be left out when the block is
+    recomputed. The entry is None if backward needs the matmul's values, or if the layer makes other matmuls. It is also
+    None if the block's code fails on meta tensors, which have no data. `dtype`: the matrices' dtype."""
     names = look_at_blocks(decoder, dtype, _skippable_layer)
     return [block.get_submodule(name) if name else None for block, name in zip(decoder.blocks, names, strict=True)]
 

@@ -12,7 +12,8 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """Represents a process that trains alone. Its subclass Shares (shares.py) represents one of several processes."""
+    """Does what the processes (ranks) of a run must do together, such as sums and agreeing on errors. This class is for
+    a run with one process; its subclass Shares (shares.py) is for several."""
 
     count, rank = 1, 0  # number of processes; this process's number, from 0
     sharing, place = 1, 0  # number of processes that shard one copy of the model; this process's number among them
@@ -28,7 +29,8 @@ class Ranks:
         return elements
 
     def window(self, decoder, store):
-        """Returns a replacement for WeightWindow that gathers sharded weights; None if this process has all weights."""
+        """Returns an object that gathers sharded weights, to be used instead of WeightWindow (copies weights from RAM).
+        Returns None if this process has all weights."""
 
     def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
         """Returns those of a step's `micro_batches` that this process computes."""
@@ -50,8 +52,8 @@ class Ranks:
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs (Part, gradient norms of its
-        pieces, the ranges that are updated at once)."""
+        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs of a Part and a tensor. The
+        tensor has a gradient norm for each range of the part that one update changes."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ _ALIGNMENT = 256  # each boundary in RAM begins at a multiple of this number of 
 class WeightWindow:
     """Copies blocks' weights from RAM into slots: device buffers, each for one segment (blocks that are recomputed
     together). The parameters of the segment that runs are views of its slot. Parameters of other blocks with weights in
-    RAM are NaN, even if their weights have arrived in a slot."""
+    RAM hold only NaNs, even if their weights have arrived in a slot."""
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
         self._decoder, self._device = decoder, store.device
@@ -32,7 +32,8 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates slots, each large enough for the weights of any of `segments`. Keeps slots of the right size."""
+        """Allocates slots (device buffers), each large enough for the weights of any of `segments`. Keeps slots of the
+        right size."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]

@@ -58,8 +58,8 @@ class Gatherer:
 
 class GatheredWeights:
     """All-gathers sharded weights before the blocks that use them run, instead of WeightWindow (segment_windows.py).
-    `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for an untied head. `bring`
-    frees the weights of `blocks` (all blocks), except those `staying`."""
+    `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for an untied head. `blocks`:
+    the numbers of all blocks. `staying`: those whose weights stay from forward to backward."""
 
     fetches = True
 
@@ -82,9 +82,10 @@ class GatheredWeights:
         return True
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the weights of `blocks` available to kernels launched from now on, and starts to gather those of
-        `following`, the blocks that run next. Frees those of other blocks, except the blocks `staying`. All ranks must
-        make the same calls in the same order. No update of `blocks` or `following` may be pending."""
+        """Makes the weights of `blocks` available to kernels launched from now on. Starts to gather those of
+        `following`, the blocks that run next. Frees those of other blocks, except of the constructor's `staying`
+        blocks. All ranks must make the same calls in the same order. No update of `blocks` or `following` may be
+        pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:

@@ -41,8 +41,9 @@ class Window:
         self.sent: deque[Slot] = deque()  # slots of tensors that `send_away` copies and `release` has not freed yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Allocates `number` slots in the place of the old ones, unless `sizes` is unchanged. `sizes`: {name: (entries,
-        dtype)} of the tensors in each slot. If memory runs out, there are no slots."""
+        """Allocates `number` slots (device buffers) in the place of the old ones, unless `sizes` is unchanged. `sizes`:
+        {name: (number of elements, dtype)} of a slot's tensors. If memory runs out, raises OutOfMemoryError; then there
+        are no slots."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # copies into the old slots must be done before kernels reuse their memory

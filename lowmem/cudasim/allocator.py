@@ -45,7 +45,8 @@ class _Arena:
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the index in `by_size` of the free range to take `size` bytes from, or None if all are too small."""
+        """Returns the index in `by_size` (sorted free ranges) of the range to take `size` bytes from; None if all are
+        too small."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
@@ -64,8 +65,8 @@ class _Arena:
         return place
 
     def use(self, place: int, size: int) -> int:
-        """Takes `size` bytes from the free range `by_size[place]`, and returns their address. Takes the whole range if
-        the rest would be too small to split off."""
+        """Takes `size` bytes from the free range with index `place` in `by_size`, and returns their address. Takes the
+        whole range if the rest would be too small to split off."""
         available, address = self.by_size.pop(place)
         del self.free[address]
         rest, end = available - size, address + available
@@ -213,7 +214,7 @@ class CachingAllocator:
 
     def _grow(self, arena: _Arena, size: int) -> int:
         """Takes memory from the driver, so that `arena` has a free range of at least `size` bytes. Returns the range's
-        index in `arena.by_size`. Raises SimulatedOutOfMemory if the cap does not allow it."""
+        index in `arena.by_size` (sorted free ranges). Raises SimulatedOutOfMemory if the cap does not allow it."""
         # The cap is tested for a segment of the usual size, but an expandable one maps whole pages: up to 18 MiB more.
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)

@@ -52,7 +52,7 @@ _copies: dict[Tensor, Tensor] = {}  # {weight: its 16-bit copy}, by identity
 
 
 class CudaAutocast(ExitStack):
-    """Simulates torch.autocast("cuda", dtype) around the forward pass of a model without data. With a dtype of None,
+    """Simulates torch.autocast("cuda", dtype) for a model's forward pass on tensors without data. With a dtype of None,
     autocast is off, even inside another CudaAutocast. Raises InputError if an operator in REFUSED is called."""
 
     def __init__(self, dtype: torch.dtype | None = torch.bfloat16):

@@ -1,8 +1,7 @@
 """Records what PyTorch code allocates and frees, and how long it would take, by running it on tensors without data.
 
 The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory. FakeTensors would be
-slower, and transformers builds other masks for them. An operation takes 0.1 ms, or a tenth of that if the cache has its
-costs.
+slower, and transformers builds other masks for them. An operation takes 0.1 ms, or a tenth of that with cached costs.
 """
 
 import gc
@@ -50,8 +49,8 @@ class Region:
     span: Span = NOTHING  # the effect on the clock
 
     def relative(self, storage: int, earlier: "Region | None") -> int:
-        """Returns the number in `operations` of the storage that has the number `storage` on the tape. Raises
-        AssertionError if the storage is older than this region and not of the region `earlier`."""
+        """Returns the number in `operations` of the storage with the number `storage` on the tape (list of
+        allocations). Raises AssertionError if it is older than this region and not of the region `earlier`."""
         if storage >= self.base:
             return storage - self.base
         if earlier is None or not earlier.base <= storage < earlier.base + earlier.count:
@@ -178,8 +177,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code inside `with` as a region: a part of the tape for `replay`. Its tensors' storages are called
-        `name`. Raises AssertionError if the code frees an older storage that is not of the region `earlier`."""
+        """Records the code inside `with` as a region, a part of the tape (list of allocations) for `replay`. Names its
+        storages `name`. Raises AssertionError if it frees an older storage, except of the region `earlier`."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -202,8 +201,8 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape again, and returns the number of the first storage in this
-        replay. `earlier_base`: this number for the replay of the earlier region whose storages `region` frees."""
+        """Appends the operations of `region` to the tape (list of allocations) again. Returns the new number of its
+        first storage. `earlier_base`: if `region` frees storages of another region, the result of that one's replay."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -213,15 +212,16 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes without data, for the storage `number` that a replay has put on the tape.
-        The tape records when it is freed, unless `held`: then the replay of a backward frees the number."""
+        """Returns a storage of `size` bytes without data. It stands for the storage `number` on the tape (list of
+        allocations), which a replay has allocated. When Python frees it, the tape records that `number` is freed. With
+        `held`, it does not: the replay of a backward pass records that later."""
         self._bind(storage := torch.UntypedStorage(size, device="meta"), number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside `with` on a tape and clock that are dropped at its end. Regions recorded there can be
-        replayed on the real tape later. The code must free all that it allocates."""
+        """Records the code inside `with` on a separate tape (list of allocations) and clock, which are dropped at its
+        end. Regions recorded there can be replayed on the real tape later. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -246,8 +246,8 @@ class Recorder(TorchDispatchMode):
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless it has data or is on the tape already. Without
-        `name`, the storage is named like those that the calling code allocates."""
+        """Records the storage of `tensor` as allocated now. Does nothing if it has data, or if it is on the tape (list
+        of allocations). Without `name`, the storage is named like those that the calling code allocates."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:
@@ -264,7 +264,8 @@ class Recorder(TorchDispatchMode):
                 self._freed(old)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor` off the tape. The tensor must have been made inside `paused`."""
+        """Keeps the storage of `tensor`, which must have been made inside `paused`, off the tape (list of allocations)
+        for good. Without this call, a later view of `tensor` would record the storage as allocated."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:

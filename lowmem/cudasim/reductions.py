@@ -1,8 +1,9 @@
 """Computes the temporary buffers of PyTorch's reductions on CUDA, such as sums over rows and norms.
 
-If the outputs are fewer than the card's threads, several blocks share an output. Each writes partial results to a
-buffer, which grows with the card. Source: aten/src/ATen/native/cuda/Reduce.cuh of torch 2.14.1. The order of its loops
-comes from TensorIterator.cpp, which is not installed, so the order is inferred.
+If a reduction has few outputs, several CUDA blocks compute each of them. They write partial results to a buffer, which
+is larger on a GPU with more multiprocessors. Source: aten/src/ATen/native/cuda/Reduce.cuh of torch 2.14.1. The order of
+the dimensions comes from TensorIterator.cpp, which PyTorch does not install; it is inferred here. A test compares the
+bytes with PyTorch's own allocator.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Stops code that runs without data from saving weights: it would overwrite the user's own files."""
+"""Stops code that runs on tensors without data from saving weights: it would overwrite the user's own files."""
 
 import pickle
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ class Tape:
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
         """Returns the most bytes that are allocated at once, each size rounded up to a multiple of `rounding`.
-        `summaries`: a dict in which calls with equal `rounding` cache totals of replayed regions, or None."""
+        `summaries`: None, or a dict in which calls with equal `rounding` cache totals of replayed parts of tapes."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -61,9 +61,9 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns (bytes at the end, bytes at the peak, [(storage, bytes)] still allocated, freed storages of earlier
-    chunks). The first two are relative to the start of `chunk`. Sizes are rounded up to multiples of `rounding`.
-    `sizes`: {number: bytes} of earlier storages."""
+    """Sums up `chunk`, a part of a tape (list of allocations). Returns (bytes at its end, bytes at its peak, [(storage,
+    bytes)] still allocated, storages of earlier chunks that it frees). The first two are relative to the chunk's start.
+    Sizes are rounded up to multiples of `rounding`. `sizes`: {number: bytes} of earlier storages."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -82,13 +82,14 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds how much GPU memory a list of allocations and frees takes in the model of the caching allocator."""
+    """Holds how much GPU memory a tape (a list of allocations and frees, cut into chunks) takes in the model of the
+    caching allocator."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     wanted_peak_bytes: int  # any cap of at least this many bytes gives the same replay; see CachingAllocator
-    timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
-    to_peak: Tape = field(repr=False)  # the replayed tape to the end of the chunk with the allocated peak
+    timeline: list[tuple[float, int, int]]  # per chunk: (start in seconds, most bytes allocated, most bytes reserved)
+    to_peak: Tape = field(repr=False)  # the replayed tape to the end of the chunk with the peak of allocated bytes
 
     @cached_property
     def at_peak(self) -> dict[str, int]:

@@ -19,9 +19,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SeveralRanks(Shares):
-    """Represents one of several processes that train one model together. `device_type`: "cuda" or "cpu". `local_rank`:
-    this process's number on its machine. `on_machine`: number of processes on this machine. If both are None, all
-    processes are on one machine."""
+    """Does by torch.distributed what several processes (ranks) that train one model must do together. `device_type`:
+    "cuda" or "cpu". `local_rank`: this process's number on its machine. `on_machine`: number of processes on this
+    machine. If both are None, all processes are on one machine."""
 
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type

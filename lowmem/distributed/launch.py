@@ -28,10 +28,10 @@ def local_ranks() -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator:
-    """Connects this process to torchrun's other processes, and yields a Ranks for them; without torchrun, for one
-    process. Each process has its own GPU, unless `device` is "cpu" or PyTorch finds none. Must be called before CUDA
-    starts. Raises InputError for environment variables that torchrun would not set, and for fewer GPUs than processes.
-    Raises LowmemError if the processes cannot connect."""
+    """Connects this process to torchrun's other processes, and yields a Ranks, by which they communicate; without
+    torchrun, a Ranks for one process. Each process has its own GPU, unless `device` is "cpu" or PyTorch finds none.
+    Must be called before CUDA starts. Raises InputError for environment variables that torchrun would not set, and for
+    fewer GPUs than processes. Raises LowmemError if the processes cannot connect."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):

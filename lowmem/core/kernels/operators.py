@@ -1,12 +1,14 @@
 """Registers fused GPU operators as `torch.ops.lowmem`.
 
-    adamw, sgd, join, split           updates, and halves of weights (precision.py)     triton_kernels.py
+    adamw, sgd                        optimizer updates                                 triton_kernels.py
+    join, split                       fp32 weights from and into two halves of 16 bits  triton_kernels.py
     cross_entropy                     a row's loss; its gradient overwrites the logits  triton_kernels.py
     normalize, drop, gated, rotate    for norms.py, residual_sums.py, activations.py    layer_kernels.py
                                       and rotary.py
     add_product, add_rows             gradients added to their fp32 accumulators        cuBLAS, PyTorch
 
-In a step that is simulated for a plan, each operator is one operation. Only add_product may allocate temporaries.
+The planner simulates a training step. There, a call of any of these operators counts as one PyTorch operation, and only
+add_product may allocate temporary memory.
 """
 
 import torch

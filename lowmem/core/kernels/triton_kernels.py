@@ -19,7 +19,8 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and subtracte
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs a `kernel` that updates, joins or splits weights [n] and their low halves [n] (None for fp32 weights)."""
+    """Runs a `kernel` that updates, joins or splits weights `working` [n]. `low`: low halves [n] of the fp32 weights
+    (precision.py), if `working` is in 16 bits; else None."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
