@@ -72,10 +72,11 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
-    """Returns lists of Choices (sets of layouts) that the settings allow, in the order to try them. There is one list
-    for each way to place weights and block inputs (GPU or RAM) and optimizer states (some on a disk, or none). Choices
-    in a list differ in the Fate of gradients (what happens to them after they are summed), and in whether all
-    micro-batches pass each block together. With several ranks, blocks may also keep gathered weights."""
+    """Returns the layouts that the settings allow, as lists of Choices (sets of layouts), in the order to try them.
+    Each list is for one combination of places: weights on the GPU or in RAM, inputs of blocks on the GPU or in RAM,
+    optimizer states with or without a disk. The Choices in a list differ in what happens to gradients after they are
+    summed (Fate). They also differ in whether all micro-batches pass each block together. With several ranks, blocks
+    may also keep gathered weights."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -96,8 +97,8 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns a copy of `by_home` with only those Choices (sets of layouts) whose Fate is in `fates`. A Fate is what
-    happens to gradients after they are summed. Leaves out lists that would be empty."""
+    """Returns a copy of the lists `by_home` with only those Choices (sets of layouts) whose Fate is in `fates`. A Fate
+    is what happens to gradients after they are summed. Leaves out lists that would be empty."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 

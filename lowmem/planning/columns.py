@@ -62,8 +62,8 @@ class Columns:
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the `kept` (how much blocks save for backward) above which each block that saves more is expected to
-        add to the peak of GPU memory. Below it, some may add nothing."""
+        """Returns a value of `kept` (how much blocks save for backward) for `column`, a set of similar layouts. Above
+        it, each block that saves more is expected to add to the peak of GPU memory. Below it, some may add nothing."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
@@ -73,12 +73,14 @@ class Columns:
 
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
         """Returns how many bytes of weights, optimizer states, gradients and saved inputs a step stores in RAM.
-        `units_on_gpu`: how many units (mostly blocks) have their states, or weights, on the GPU."""
+        `column`: a set of similar layouts. `units_on_gpu`: how many units (mostly blocks) have optimizer states on the
+        GPU; weights, if other weights are in RAM."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout with `kept` (how much blocks save for backward) certainly takes more than
-        `limit_bytes` of GPU memory (None: no limit). Does not simulate the layout."""
+        """Returns False if a layout in `column` (similar layouts) certainly takes more than `limit_bytes` of GPU memory
+        (None: no limit). Does not simulate it. `kept`: how much blocks save for backward. `units_on_gpu`: how many
+        units (mostly blocks) have optimizer states on the GPU; weights, if other weights are in RAM."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -94,8 +96,10 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns how many units (mostly blocks) must have their optimizer states on a disk, so that a step stores at
-        most `limit_bytes` in RAM (None: no limit). Returns None if no number that the column allows is enough."""
+        """Returns how many units (mostly blocks) must have their optimizer states on a disk. Then a step stores at most
+        `limit_bytes` in RAM (None: no limit). Returns None if no number that `column` (similar layouts) allows is
+        enough. `units_on_gpu`: how many units have optimizer states on the GPU; weights, if other weights are in
+        RAM."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -112,8 +116,10 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory of a layout, in bytes. Computes it from a simulated layout with the
-        same `kept` (how much blocks save for backward), but perhaps other `units_on_gpu` (mostly blocks)."""
+        """Returns the peak of allocated GPU memory of a layout in `column` (similar layouts), in bytes. Simulates a
+        layout with the same `kept` (how much blocks save for backward), but perhaps other units on the GPU.
+        `units_on_gpu`: how many units (mostly blocks) have optimizer states on the GPU; weights, if other weights are
+        in RAM."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         # One layout is simulated for each `kept`. Units on the GPU add their own bytes to its peak.
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
@@ -138,7 +144,7 @@ class Columns:
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
         """Returns the seconds of copies that a step saves with `more` units (mostly blocks) on the GPU instead of
-        `fewer`. Adds the reads and writes of a disk if states may be there."""
+        `fewer`. Adds the reads and writes of a disk if states may be there. `column`: a set of similar layouts."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -154,7 +160,9 @@ class Columns:
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` (how much blocks save for backward) that is expected to fit into `limit_bytes` of
-        GPU memory, else the smallest. Extrapolates from the peak of the layout with the value `known`."""
+        GPU memory, else the smallest. Extrapolates from the peak of the layout with the value `known`. `column`: a set
+        of similar layouts. `units_on_gpu`: how many units (mostly blocks) have optimizer states on the GPU; weights, if
+        other weights are in RAM."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most
@@ -166,7 +174,7 @@ class Columns:
 
     def expected_seconds(self, column: Column, most: int) -> float:
         """Returns the expected seconds of a step, without waits for copies, in the fastest layout whose `kept` (how
-        much blocks save for backward) is at most `most`."""
+        much blocks save for backward) is at most `most`. `column`: the similar layouts to choose from."""
         least, blocks = column.least_kept, self.simulations.blocks
         # Keeping more is not always faster. So the fastest of these counts.
         turns = {least, most} | {0, blocks} & set(range(least, most))
@@ -183,7 +191,8 @@ class Columns:
 
     def _estimate(self, column: Column, kept: int) -> tuple[float, float]:
         """Estimates (peak of allocated GPU bytes, seconds without waits for copies) of a step. Assumes the smallest
-        micro-batch, and all optimizer states in RAM. `kept`: how much blocks save for backward."""
+        micro-batch of `column` (similar layouts), and all optimizer states in RAM. `kept`: how much blocks save for
+        backward."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._estimates:

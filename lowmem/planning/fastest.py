@@ -1,7 +1,8 @@
 """Finds the fastest layout of a training step under caps of GPU memory and RAM, or the smallest sufficient caps.
 
-The search counts allocated bytes. A layout that it finds must also complete in a model of PyTorch's caching allocator.
-The smallest caps belong to layouts that the search tries, too. So there is a plan for each cap that an error names.
+A layout fits if its allocated bytes do, and if its step completes in a model of PyTorch's caching allocator. The
+smallest caps are those of layouts that the search for the fastest tries, too. So there is a plan for a user who sets
+the caps that an error names.
 """
 
 import math
@@ -20,8 +21,8 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout (way to compute a step) in `by_home` that fits into `room` (limits of GPU memory and
-    RAM), or None. A layout fits only if its step completes in the model of PyTorch's caching allocator."""
+    """Returns the fastest of the layouts `by_home` that fits into `room` (limits of GPU memory and RAM), or None. A
+    layout (way to compute a step) fits only if its step completes in the model of PyTorch's caching allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
@@ -62,7 +63,7 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
-    """Returns the fastest layout of `by_home` whose allocated bytes fit into `search.room`, or None."""
+    """Returns the fastest of the layouts `by_home` whose allocated bytes fit into `search.room`, or None."""
     best: Found | None = None
     on_gpu = False
     for of_home in by_home:
@@ -93,8 +94,8 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Must be called only if nothing fits
-    into `room`. Keeps its GPU limit if a higher RAM limit is enough with weights on the GPU."""
+    """Returns the smallest limits of GPU memory and RAM under which one of the layouts `by_home` fits. Must be called
+    only if none fits into `room`. Keeps its GPU limit if a higher RAM limit is enough with weights on the GPU."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -112,14 +113,14 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
-    """Returns the layout that needs the least RAM, of those that fit into `gpu` bytes of GPU memory (None: no limit).
-    Returns None if none fits."""
+    """Looks at the layouts `by_home` that fit into `gpu` bytes of GPU memory (None: no limit). Returns the one that
+    needs the least RAM, or None if none fits."""
     least_first = sorted(candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
     return next((small.layout for small in least_first if small.fits(simulations, gpu)), None)
 
 
 def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
-    """Returns the layout that needs the least GPU memory, whatever RAM it needs."""
+    """Returns the one of the layouts `by_home` that needs the least GPU memory, whatever RAM it needs."""
     least: Layout | None = None
     small_layouts = candidates(by_home, simulations, Room(None, None))
     for small in sorted(small_layouts, key=lambda small: small.least_gpu_bytes):
@@ -143,9 +144,9 @@ class Candidate:
 
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
-    """Returns layouts that may need the least memory. They have the smallest micro-batch and the smallest group
-    (micro-batches that pass each block together), and save the least for backward. They need not fit into `room`, which
-    only decides how many units (mostly blocks) are on the GPU."""
+    """Returns those of the layouts `by_home` that may need the least memory. They have the smallest micro-batch and the
+    smallest group (micro-batches that pass each block together), and save the least for backward. They need not fit
+    into `room`, which only decides how many units (mostly blocks) are on the GPU."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)

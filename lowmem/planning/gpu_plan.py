@@ -66,8 +66,8 @@ class _Case:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
-        """Returns the fastest layout of a step (None if none fits), and the memory limits for which it was searched.
-        `ram_limit`: cap of the process's RAM in bytes, or None."""
+        """Returns the fastest of the layouts `by_home` (None if none fits), and the memory limits for which it was
+        searched. `ram_limit`: cap of the process's RAM in bytes, or None."""
         room = self.room(ram_limit, self.margins)
         found = fastest_layout(by_home, self.simulations, room)
         if self.margins == 1:
@@ -99,8 +99,8 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan for `found`, with smaller layouts to which training changes if GPU memory runs out. They fit
-        into the RAM of `room`. Plans without training, or for several ranks, have none."""
+        """Returns the plan for the layout `found`, with smaller layouts to which training changes if GPU memory runs
+        out. They fit into the RAM of `room`. Plans without training, or for several ranks, have none."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         # Several ranks cannot change their layout.
         if plan.settings.plan_only or not alone:
@@ -162,7 +162,8 @@ def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
     """Returns (the user's RAM cap plus 1 GiB, in bytes; seconds of a step under it). Returns None without a RAM cap, if
-    states are on a disk, or if a step would be less than 0.5% faster. `reserved_bytes`: GPU memory of `found`."""
+    states are on a disk, or if a step would be less than 0.5% faster. `found`: the layout under the present cap.
+    `reserved_bytes`: its GPU memory."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     # no limit, all states in RAM already, or some on a disk

@@ -75,8 +75,8 @@ class ReplayedOperations:
         """Does nothing: Operations.begin looks for changes of the model, and a simulation makes none."""
 
     def group(self, run: Callable, *key):
-        """Returns the result of `run`, which makes forward and backward of a group of micro-batches. If an earlier call
-        had the same `key`, replays its allocations and times instead of calling `run`."""
+        """Returns the result of `run`, which makes forward and backward of a group of micro-batches. `key`: decides its
+        allocations and times. If an earlier call had the same `key`, replays these instead of calling `run`."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
@@ -182,11 +182,12 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | int | None = None,
     ):  # fmt: skip
-        """Returns the result of `call`. If an earlier call had the same `key`, replays its recording, and returns new
-        tensors without data. On the tape (list of allocations), new storages are named `name`, and the result's storage
-        `renamed`. `parts`: weights to whose gradients `call` adds. `arguments`: input tensors whose storage the result
-        may share. `forward`: the forward pass whose graph `call` frees. If it was replayed, this is the number of its
-        first storage. If it was executed, this is its Region, and `call` is executed, too."""
+        """Returns the result of `call`. `key`: decides, with `parts`, what it allocates. If an earlier call had the
+        same `key`, replays its recording, and returns new tensors without data. On the tape (list of allocations), new
+        storages are named `name`, and the result's storage `renamed`. `parts`: weights to whose gradients `call` adds.
+        `arguments`: input tensors whose storage the result may share. `forward`: the forward pass whose graph `call`
+        frees. If it was replayed, this is the number of its first storage. If it was executed, this is its Region, and
+        `call` is executed, too."""
         # A call that must make accumulators of gradients is recorded by itself.
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -227,8 +228,8 @@ class ReplayedOperations:
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the replay's
-        first storage on the tape. `arguments`: input tensors whose storage a result may share. `held`: whether autograd
-        holds the results until backward, whose replay then records their frees."""
+        first storage on the tape (list of allocations). `arguments`: input tensors whose storage a result may share.
+        `held`: whether autograd holds the results until backward; then the replay of backward records their frees."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:

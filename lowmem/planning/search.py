@@ -129,8 +129,8 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout of `column` with `fewest` to `most` units (mostly blocks) on the GPU. Stops early
-        if no other is expected to be faster than those tried and `best` (the fastest found before)."""
+        """Returns the fastest layout of `column` (similar layouts) with `fewest` to `most` units (mostly blocks) on the
+        GPU. Stops early if no other is expected to be faster than those tried and `best` (the fastest found before)."""
         # With more units on the GPU, a step waits less for copies, and recomputes more. So its time first falls, until
         # no copy is waited for, and then rises (docs/planning.md).
         fastest = found = self._with_most_kept(column, fewest)
@@ -209,9 +209,10 @@ class Search:
         return fits
 
     def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the next `kept` to try (how much blocks save for backward). `fits`: the largest value known to
-        fit. `beyond`: a larger one that does not fit, or that the column does not allow. Returns `fits` if no larger
-        value is expected to fit."""
+        """Returns the next `kept` to try (how much blocks save for backward). `fits`: the largest value known to fit.
+        `beyond`: a larger one that does not fit, or that `column` (a set of similar layouts) does not allow. Returns
+        `fits` if no larger value is expected to fit. `units_on_gpu`: how many units (mostly blocks) have optimizer
+        states on the GPU; weights, if other weights are in RAM."""
         columns, limit = self.columns, self.room.gpu
         if beyond not in columns.known_kept(column):
             return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)

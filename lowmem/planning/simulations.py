@@ -122,14 +122,15 @@ class Simulations:
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes in the caching allocator's model under this memory cap (None: no cap)."""
+        """Returns True if a step does not run out of memory in the model of PyTorch's caching allocator. `limit_bytes`:
+        the cap of reserved memory; None: no cap."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes under this memory cap (None: no cap), or under one of a few smaller ones.
-        Some steps complete only under a smaller cap, because the allocator then frees its cache at another time."""
+        """Returns True if a simulated step does not run out of memory under the cap `limit_bytes` (None: no cap). Also
+        returns True if this is so under a smaller cap; the allocator then frees its cache at another time."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:

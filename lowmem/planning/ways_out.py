@@ -81,8 +81,8 @@ class WaysOut:
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
         """Returns the WayOut that names the options `changes`, or None if `layout` does not fit into GPU memory with
-        them. `simulations`: of the step with these options. `peak`: the most bytes that a fitting layout allocates;
-        None: the allocator's model decides."""
+        them. `simulations`: of the step with these options. `peak`: `layout` fits if it allocates at most so many
+        bytes; None: if its step completes in the allocator's model."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
