@@ -188,7 +188,8 @@ class Manifest:
 
     @staticmethod
     def skip(fill: Fill, size_bytes: int) -> None:
-        """Reads and hashes `size_bytes` bytes without returning them. `fill`: the function from `checked`."""
+        """Reads and hashes the next `size_bytes` bytes of a file, and drops them. `fill`: the function that `checked`
+        yields for this file."""
         buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
         for start in range(0, size_bytes, CHUNK_BYTES):
             fill(buffer[: size_bytes - start])

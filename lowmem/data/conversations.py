@@ -102,7 +102,8 @@ def string(record: Record, column: str) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses JSON `text`, or raises InputError "{place}: {this_is} not JSON". `this_is`: such as "tools is"."""
+    """Returns the value of the JSON `text`. Raises InputError "{place}: {this_is} not JSON". `place`: file and row.
+    `this_is`: such as "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -196,7 +197,8 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as a dict, as most chat templates expect. OpenAI writes JSON text."""
+    """Returns a tool call with its arguments as a dict, as most chat templates expect. Parses them if they are JSON
+    text, as in OpenAI's format. Raises InputError for a malformed call; the message begins with `place`."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -210,7 +212,8 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns `value`, a list of dicts, one dict, or JSON text of either, as a list. Raises InputError for others."""
+    """Returns `value`, a list of dicts, one dict, or JSON text of either, as a list. Raises InputError for others; the
+    message begins with `place` and `name`."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

@@ -96,8 +96,8 @@ class Documents:
 
 
 def row_inputs(settings: Settings) -> int:
-    """Returns the number of input tokens of a row. A row has one more token, the last label: `seq` + 1 tokens for a
-    decoder, and `seq` for an encoder-decoder."""
+    """Returns how many tokens of a data row are inputs: `seq` for a decoder, `seq` - 1 for an encoder-decoder. A row
+    has one more token, the last label."""
     return settings.seq if settings.target_tokens is None else settings.seq - 1
 
 

@@ -53,7 +53,8 @@ class Encoder:
         return [next(short) if len(text) <= WINDOW else self.long_text(encode).add(text, last=True) for text in texts]
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Returns the ids of each text, int32 [tokens, 1]."""
+        """Returns the ids of each text as a column, int32 [tokens, 1]. `_encode_with_offsets` returns two more
+        columns."""
         if self._backend is not None:
             encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             ids = (one.ids for one in encoded)  # one list of Python's numbers at a time

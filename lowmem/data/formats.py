@@ -163,7 +163,8 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Lists all formats: (columns that a row needs, class, True if an option has renamed one of these columns)."""
+    """Lists all formats: (columns that a row needs, class, True if an option has renamed one of these columns).
+    `reading`: has the columns' names, which options may have set."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),
@@ -178,7 +179,7 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
     """Returns (record that decides the data format, iterator over all records); for no records, (None, iterator). The
     first record that is not blank decides; if all of the first _MOST_BLANK are blank, the last of these. A record is
-    blank if it has columns that some format uses, and all of these are null."""
+    blank if it has columns that some format uses, and all of these are null. `reading`: has the columns' names."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -212,8 +213,9 @@ def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreT
 
 
 def refuse_unused_names(firsts: list[Record], reading: Reading) -> None:
-    """Raises InputError if an option names a column by which none of the data sets, with the first rows `firsts`, can
-    be read. Does nothing if no format at all fits one of them, which `find_format` refuses with advice."""
+    """Raises InputError if an option names a column by which no data set can be read. `firsts`: each data set's first
+    row. `reading`: has the columns' names. Does nothing if no format at all fits a data set, which `find_format`
+    refuses with advice."""
     fitting = [
         [columns for columns, _, _ in _formats(reading) if first.columns.keys() >= {*columns}] for first in firsts
     ]

@@ -48,7 +48,8 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
     """Opens the hub's data set `path` with its configuration `config` (None: the default). Streams it if `streamed`, or
     if it is larger than STREAM_ABOVE_BYTES and training needs only some of its rows. Raises InputError if it cannot be
-    loaded, or if `streamed` and training needs all rows."""
+    loaded, or if `streamed` and training needs all rows. `reading`: column names, the split, and if all rows are
+    needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and not reading.in_part:
@@ -71,7 +72,8 @@ def hub_source(path: str, config: str | None, reading: Reading, streamed: bool =
 
 
 def saved_to_disk(path: Path, reading: Reading) -> Source | None:
-    """Opens a data set that `save_to_disk` wrote into the folder `path`. Returns None for any other folder."""
+    """Opens a data set that `save_to_disk` wrote into the folder `path`. Returns None for any other folder. `reading`:
+    names of its columns, and the split to train on."""
     train, held_out, remark, names = "", None, "", ()
     if (path / "dataset_dict.json").is_file():
         names = tuple(_names_of_splits(path / "dataset_dict.json"))

@@ -17,8 +17,8 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and perhaps the token's b
 
 
 class LongText:
-    """Tokenizes one text that is added in pieces. `encode`: tokenizes a list of texts. `word_starts`: the characters
-    with which a window may begin; None: any character."""
+    """Tokenizes one text that is added in pieces. Does so by windows, parts of the text that overlap. `encode`:
+    tokenizes a list of texts. `word_starts`: the characters with which a window may begin; None: any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -48,8 +48,9 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. Stops if
-        two windows cannot be joined. Returns the tokens before the last joint, which no later text can change."""
+        """Tokenizes the windows (parts of the text) that end at characters `ends` of self._text, and joins each to the
+        one before. Stops if two windows cannot be joined. Returns the tokens before the last joint, which no later text
+        can change."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -72,8 +73,8 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns up to `most` indices in self._text at which the next window may begin, latest first. `cut`: index at
-        which the previous window ends."""
+        """Returns up to `most` indices in self._text at which the next window (part to tokenize) may begin, latest
+        first. `cut`: index at which the previous window ends."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -84,9 +85,10 @@ class LongText:
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Begins the next window earlier, until its tokens agree in the overlap with those of the previous window.
-        `cut`, `end`: indices in self._text at which the previous and the next window end. Returns (begin, tokens of the
-        next window, indices at which the two are joined), or (0, None, None) if no begin helps."""
+        """Begins the next window (part of the text) earlier, until its tokens agree in the overlap with those of the
+        previous window. `cut`, `end`: indices in self._text at which the previous and the next window end. Returns
+        (begin, tokens of the next window, indices at which the two are joined), or (0, None, None) if no begin
+        helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -101,9 +103,10 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Returns `window`, the next window's tokens, and (end, start) to join it: tokens of self._window are used
-        before `end`, those of `window` from `start` on. The pair is None if too few tokens agree. `overlap`: tokens of
-        the text in both windows. `shorter`: tokens of that text without its last character."""
+        """Returns `window`, the tokens of the next window (part of the text), and a pair (end, start). To join, tokens
+        of self._window are used before `end`, and those of `window` from `start` on. The pair is None if too few tokens
+        agree. `overlap`: tokens of the text in both windows. `shorter`: tokens of that text without its last
+        character."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         # `shorter` must agree, too: digits counted from a number's right end may agree by accident.
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
@@ -113,8 +116,9 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the tokens in self._window before index `stop`, without those returned earlier. Their places, if
-        known, count from the start of the whole text. `begun`: index in self._text at which the window begins."""
+        """Returns tokens of the latest window (part of the text), self._window, up to index `stop`. Leaves out those
+        returned earlier. Their places, if known, count from the start of the whole text. `begun`: index in self._text
+        at which the window begins."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

@@ -47,8 +47,9 @@ class Preparation:
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the documents that an earlier start has stored, and sets the stored chat template in `tokenizer`.
-        Returns None if they are missing or damaged, or if the key differs."""
+        """Returns the documents of each data set, as an earlier start has stored them. Sets the stored chat template in
+        `tokenizer`. Returns None if documents are missing or damaged, or if data, settings or code have changed
+        since."""
         if self._folder is None:
             return None
         try:

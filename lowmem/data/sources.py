@@ -32,8 +32,9 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
-    """Opens the data set that a --data spec names, without files that training runs wrote. `out`: the output folder of
-    the present run, or None. Raises InputError if the data set is missing or cannot be read."""
+    """Opens the data set that a --data spec names, without files that training runs wrote. `reading`: its columns, and
+    the split. `out`: the output folder of the present run, or None. Raises InputError if the data set is missing or
+    cannot be read."""
     spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -183,7 +184,8 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Returns `files`, all below `root`, without the output of training runs, and a remark on that output."""
+    """Returns `files`, all below `root`, without those that training runs wrote, and a remark that names what was left
+    out. `out`: the output folder of the present run, which is left out, too; or None."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -193,8 +195,8 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a Source of all readable `files`. `found`: words for an error, such as "the folder holds". `in_folder`: all
-    files in the folder, for a remark on unread kinds; None: `files`."""
+    """Makes a Source of all readable `files`. `found`: words for an error, such as "the folder holds". `reading`: names
+    of the columns. `in_folder`: all files in the folder, for a remark on unread kinds; None: `files`."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

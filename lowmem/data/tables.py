@@ -24,13 +24,14 @@ _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be
 
 
 def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
-    """Returns the columns among `names` that some data format uses."""
+    """Returns those of a table's columns `names` that training may need. Either they have usual names, such as
+    "instruction", or `reading` (options such as --text-field) names them."""
     return [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
 
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file, in the format that its suffix tells. `may_be_blank`: a text file may be empty. Raises
-    InputError if the file cannot be read."""
+    """Yields the rows of a file, in the format that its suffix tells. `reading`: names of the columns. `may_be_blank`:
+    a text file may be empty. Raises InputError if the file cannot be read."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -48,7 +49,8 @@ def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Itera
 
 
 def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterator[Record]:
-    """Yields the text of a file in pieces of about PIECE_CHARACTERS. An empty file gives one empty piece."""
+    """Yields the text of a file in pieces of about PIECE_CHARACTERS, in the column that `reading` names for text. An
+    empty file gives one empty piece."""
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
@@ -75,7 +77,8 @@ def _json_lines(path: Path) -> Iterator[Record]:
 
 
 def _json_file(path: Path, reading: Reading) -> Iterator[Record]:
-    """Yields the rows of a JSON file: a list of rows, an object with exactly one list of rows, or one row."""
+    """Yields the rows of a JSON file: a list of rows, an object with exactly one list of rows, or one row. An object
+    with a column that `reading` or STRUCTURED_COLUMNS names is one row."""
     value = parse_json(read_text(path), str(path), advice=_JSON_ADVICE)
     if isinstance(value, dict) and not value.keys() & {*reading.columns, *STRUCTURED_COLUMNS}:
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]

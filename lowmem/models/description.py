@@ -48,9 +48,9 @@ class Rehearsal(NamedTuple):
 def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
-    """Tries an export before training: writes all files except weights into `folder`, and yields a Rehearsal. Removes
-    the folder after the `with` block. Raises InputError for a file that cannot be made. `dtype`: dtype of the exported
-    weights."""
+    """Tries an export before training: writes all files except weights into `folder`. Yields a Rehearsal, which has the
+    parts that the export after training takes over. Removes the folder after the `with` block. Raises InputError for a
+    file that cannot be made. `dtype`: dtype of the exported weights."""
     remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -85,7 +85,7 @@ def write_description(
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes all files of an exported model except weights into `folder`. Returns {file: error} for files that could
     not be written. `generation_config`: None to make one from the model's config. `dtype`: dtype of the exported
-    weights. `tokenizer_files`: a Rehearsal's folder with tokenizer files to copy; None to make new ones."""
+    weights. `tokenizer_files`: a folder with tokenizer files to copy, made before training; None to make new ones."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -160,7 +160,8 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds transformers 4's names to a config.json's `fields` and to configs in them, in place. Returns `fields`."""
+    """Writes settings also under the names that transformers 4 reads, such as `torch_dtype` for `dtype`. Does so in a
+    config.json's `fields` and in configs inside them, in place. Returns `fields`."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -205,8 +206,9 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's published files, edited so that transformers 4 and 5 read the same tokenizer, with the
-    chat template of the training. If the folder `made` of a Rehearsal exists, copies its tokenizer files instead."""
+    """Writes the tokenizer's published files, with the chat template of the training. Edits them so that transformers 4
+    and 5 read the same tokenizer. `made`: a folder in which this was done before training. If it exists, the
+    tokenizer's files are copied from there."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():

@@ -110,8 +110,9 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
-    """Returns the Entry of `tensor`, which was loaded from a .bin file without data. `members`: {offset: size}, in
-    bytes, of the file's uncompressed members. Raises InputError if the values cannot be read by offset."""
+    """Returns the Entry of `tensor`, which torch.load made from a .bin file without reading its values. `members`:
+    {offset: size}, in bytes, of the file's uncompressed members. Raises InputError if the values cannot be read by
+    offset."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:

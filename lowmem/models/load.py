@@ -90,7 +90,8 @@ Turn = tuple[PreTrainedModel, nn.Module]  # (the innermost model around a module
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name of `model` a separate parameter on `meta`. Returns {name: Owner}, without the tied names."""
+    """Gives each tied name of `model` a separate parameter on `meta`. Returns {name: (module, attribute)} of all
+    parameters, without the tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")

@@ -64,8 +64,8 @@ class Ending:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Logs an error in the `with` block and adds it to `failed`, instead of raising it. `name`: the block's name in
-        the log. Still raises CapExceeded, Stopped, and exceptions in NO_ERRORS, such as KeyboardInterrupt. If several
-        ranks (processes) run the block, also raises errors that they do not raise together."""
+        the log. Still raises CapExceeded, Stopped, and exceptions in NO_ERRORS, such as KeyboardInterrupt. If all ranks
+        (processes) run the block, also raises an error that only this rank has, because the others would wait."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -115,9 +115,9 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """Returns the step whose weights are exported. Without --keep-best, it is `done`. With it, it is the step with
-        the lowest held-out loss and a kept checkpoint, which is loaded; `done` if that checkpoint is damaged. Returns
-        None if loading has failed halfway, so that the weights are incomplete."""
+        """Returns the step whose weights are exported. Without --keep-best, it is `done`, the final step. With it, it
+        is the step with the lowest held-out loss and a kept checkpoint, which is loaded; `done` if that checkpoint is
+        damaged. Returns None if loading has failed halfway, so that the weights are incomplete."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done

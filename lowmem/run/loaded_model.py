@@ -72,7 +72,7 @@ class LoadedModel:
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
 
     def state(self, done: int) -> dict:
-        """Returns the counters of training for state.json: steps, optimizer updates, loss scale."""
+        """Returns the counters of training after `done` steps, for state.json: steps, optimizer updates, loss scale."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
         ranks = self.step.store.ranks  # with several machines, the bits depend on the number that share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})

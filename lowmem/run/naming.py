@@ -26,7 +26,8 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
     """Returns `settings` with the path of the output folder in `out`. If `out` is None, names the folder after model
-    and data. `say` gets a sentence if folders of that name hold other runs."""
+    and data. If that folder holds another run, tries NAME-2, NAME-3, ..., and `say` gets a sentence about folders
+    passed over."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"

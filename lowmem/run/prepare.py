@@ -67,17 +67,17 @@ class Session:
 
     model: LoadedModel  # model.done: steps before the loop began
     data: Data
-    rehearsal: Rehearsal
+    rehearsal: Rehearsal  # files of the export, made before training
     log: RunLog
     budget: Budget
-    recovery: Recovery
+    recovery: Recovery  # makes room if GPU memory runs out
     identity: dict  # all that must be the same if the run is resumed (identity.py)
-    course: Course
+    course: Course  # of the learning rate
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
     resumed: Path | None = None  # the checkpoint from which the run goes on
-    origin: str | None = None  # the DIR if the run began with --resume DIR; --resume auto keeps it
-    saved: set[int] = field(default_factory=set)  # steps with a checkpoint of this run in its folder, also removed ones
+    origin: str | None = None  # the DIR of --resume DIR, now or in an earlier start; None without it
+    saved: set[int] = field(default_factory=set)  # steps whose checkpoints this run has written, also if removed
 
     @property
     def settings(self) -> Settings:

@@ -42,8 +42,9 @@ class Recovery:
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
         """Registers this object as the out-of-memory handler of `step`, unless several ranks (processes) train.
-        `smaller_layouts`: in the order to try. `ram_refuses(moving, moved)`: returns why `moving` bytes of optimizer
-        states cannot move to RAM, or None. `moved`: bytes moved since the plan was made, these included."""
+        `smaller_layouts`: in the order to try. `say` gets a sentence on each change. `ram_refuses(moving, moved)`:
+        returns why `moving` bytes of optimizer states cannot move to RAM, or None. `moved`: bytes moved since the plan
+        was made, these included."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -184,8 +185,9 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns a Recovery for `step` with the smaller layouts in `plan`. It moves optimizer states to RAM only if
-    --ram-limit and the free RAM have room for them."""
+    """Returns a Recovery: if GPU memory runs out in `step`, it changes to the smaller layouts in `plan`. It moves
+    optimizer states to RAM only if --ram-limit and the free RAM have room for them. `say` gets a sentence on each
+    change."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]

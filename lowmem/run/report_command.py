@@ -11,7 +11,8 @@ from lowmem.terminal import output, say
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page, prints its path, and returns the exit code. `arguments`: the words after `report`."""
+    """Writes an HTML page about training runs, prints its path, and returns the exit code. `arguments`: the words after
+    `lowmem report`."""
     parser = CommandParser(
         prog="python -m lowmem report", usage="%(prog)s RUN [RUN ...] [--out FILE]", allow_abbrev=False,
         formatter_class=Help, description="Makes one HTML page about training runs, with curves, memory, samples and "
