@@ -37,6 +37,7 @@ _HINTS = {item.name: item.type for item in fields(Settings)}
 _REPLACED = {  # {option: options of lower layers that it replaces, because they set the same thing}
     **{"steps": ("epochs",), "epochs": ("steps",)},
     **{"batch": (PER_DEVICE, ACCUMULATION), PER_DEVICE: ("batch",), ACCUMULATION: ("batch",)},
+    "eval_data": ("eval_fraction",),
 }
 
 
