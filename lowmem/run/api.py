@@ -84,6 +84,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     Loads initial weights if `resume` is None or, with a UserWarning, has no checkpoint. Also warns if fused kernels or
     page-locked memory cannot be used. Raises LowmemError for errors that a user can cause."""
     _check_kind(settings)
+    if settings.resume not in ("auto", "never"):
+        raise InputError(f"Settings(resume=...) is of lowmem.train: call lowmem.load(..., resume={settings.resume!r}).")
+    if settings.trains_nothing:
+        raise InputError("plan_only and preview train nothing: call lowmem.plan(settings), or leave them out.")
     devices.set_environment()
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)

@@ -50,15 +50,16 @@ class LoadedModel:
             raise InputError("there is no token with a label to evaluate on")
         return math.fsum(loss for loss, _ in sums) / tokens
 
-    def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:
+    def save(self, folder: str | Path, done: int, keep_last: int | None = None) -> Path:
         """Saves weights and optimizer states after `done` steps as folder/checkpoints/step-..., and returns that path.
         `lowmem.load(settings, resume=folder)` goes on with the same bits, if batches and rates are the same. Keeps the
-        newest `keep_last` checkpoints. After the first save, a kill at any moment leaves a valid one. Raises InputError
-        if `folder` is a run folder of `lowmem train`, or has checkpoints of another loop with more steps. Raises
-        LowmemError, with earlier checkpoints intact, if the disk is full."""
+        newest `keep_last` checkpoints (None: `settings.keep_last`). After the first save, a kill at any moment leaves a
+        valid one. Raises InputError if `folder` is a run folder of `lowmem train`, or has checkpoints of another loop
+        with more steps. Raises LowmemError, with earlier checkpoints intact, if the disk is full."""
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")
+        keep_last = self.settings.keep_last if keep_last is None else keep_last
         if type(keep_last) is not int or keep_last < 1:
             raise InputError(f"keep_last={keep_last!r}: give a whole number, at least 1")
         if is_run(folder):

@@ -203,6 +203,27 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
         resumed.step(loop_batch(1), 2**63, learning_rate=1e-3)
 
 
+def test_a_loop_s_saves_keep_as_many_checkpoints_as_the_settings_say(tmp_path):
+    """Seen to fail: two were kept, whatever the settings said."""
+    model = lowmem.load(replace(TINY, keep_last=3))
+    for number in range(4):
+        model.save(tmp_path / "mine", number)
+    assert sorted(path.name[-1] for path in (tmp_path / "mine/checkpoints").iterdir()) == ["1", "2", "3"]
+    model.save(tmp_path / "mine", 4, keep_last=1)
+    assert [path.name[-1] for path in (tmp_path / "mine/checkpoints").iterdir()] == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"resume": "mine"}, "resume='mine'"), ({"plan_only": True}, "lowmem.plan"), ({"preview": 2}, "train nothing")],
+    ids=str,
+)
+def test_settings_of_a_run_that_a_loop_would_not_follow_are_refused(values, said):
+    """Seen to fail: a model with its first weights was loaded, and nothing was said."""
+    with pytest.raises(lowmem.InputError, match=said):
+        lowmem.load(replace(TINY, **values))
+
+
 def test_a_loop_of_one_s_own_goes_on_from_a_run_of_the_scripts_and_does_not_write_there(finished, monkeypatch):
     settings = lowmem.Settings(**json.loads((finished / "settings.json").read_text()))
     model = lowmem.load(settings, resume=finished)
