@@ -41,12 +41,19 @@ class Trackers:
         if settings.reports_to("tensorboard"):
             self._active.append(_TensorBoard(folder))
         mode = wandb_mode(settings)
+        self._unused: list[str] = []  # sentences on options that wandb would need
         if mode != "disabled":
             self._active.append(_Wandb(folder, settings.run_name, mode))
+        elif settings.reports_to("wandb") and settings.wandb is None:
+            self._unused.append("wandb is off, because the variable WANDB_MODE says so; --wandb online overrules it")
+        elif settings.run_name is not None:
+            self._unused.append("--run-name does nothing: it names a run in wandb, which is off")
 
     def start(self, first_step: int, constants: dict) -> None:
         """Starts the trackers when `first_step` steps are done. `constants`: settings and plan of the run, {name:
         value}."""
+        for sentence in self._unused:
+            self._say(sentence)
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
         for tracker in self._active:
             self._say(f"{tracker.name}: {tracker.where}")

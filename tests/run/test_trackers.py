@@ -362,6 +362,20 @@ def test_wandbs_mode_is_what_was_typed_or_the_environment_says(monkeypatch, type
     assert trackers.wandb_mode(Settings(**typed)) == (mode if typed else "disabled")
 
 
+@pytest.mark.parametrize(("typed", "environment", "said"), [
+    ({"run_name": "mine"}, None, "--run-name does nothing: it names a run in wandb, which is off"),
+    ({"run_name": "mine"}, "offline", ""), ({}, None, ""), ({"wandb": "disabled", "report_to": "all"}, "disabled", ""),
+    ({"report_to": "wandb"}, "disabled", "wandb is off, because the variable WANDB_MODE says so"),
+])  # fmt: skip
+def test_a_name_or_a_tracker_without_effect_is_said(tmp_path, monkeypatch, guest, capsys, typed, environment, said):
+    """Seen to fail: neither was said."""
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    started(tmp_path, **typed).close()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is off" in line]
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
 def test_a_mode_that_wandb_has_not_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "ofline")
     with pytest.raises(InputError, match="the variable WANDB_MODE is 'ofline': it may be online, offline, disabled"):
