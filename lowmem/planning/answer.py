@@ -27,7 +27,7 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
     if done:
         return [fits]
     unsure = () if plan.not_compared is None else (f"Not compared with the whole model ({plan.not_compared})",)
-    return [fits, *_about_card(plan), *(f"Faster: {way}" for way in _faster(plan)), *unsure]
+    return [fits, *_about_card(plan), *_without_effect(plan), *(f"Faster: {way}" for way in _faster(plan)), *unsure]
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
@@ -95,6 +95,11 @@ def _about_card(plan: "Plan") -> Iterator[str]:
         yield f"{here}, so {plan.card.name} is assumed: --gpu CARD names yours, --device cpu plans for this CPU"
     if asked is not None and asked > plan.gpu_limit_bytes:
         yield f"{plan.card.name} has {format_size(plan.gpu_limit_bytes)} for training, less than --gpu-limit allows"
+
+
+def _without_effect(plan: "Plan") -> Iterator[str]:
+    if plan.precision == "fp32" and plan.settings.residual == "16bit":
+        yield "--residual 16bit does nothing here, because the computation is in fp32"
 
 
 def _faster(plan: "Plan") -> Iterator[str]:

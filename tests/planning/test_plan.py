@@ -197,6 +197,16 @@ def test_a_cap_is_at_most_the_cards_memory_without_cudas_context_and_a_higher_on
         assert (said in answer(plan)) == (limit == 100 * GIB)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_16_bit_residual_stream_is_said_to_do_nothing_in_fp32(device):
+    """Seen to fail: it was not said."""
+    wanted = {"fp32": True, "bf16": False}
+    for precision, said in wanted.items():
+        lines = answer(plan_for(device, precision, residual="16bit", micro_batch=2))
+        assert ("--residual 16bit does nothing here, because the computation is in fp32" in lines) == said
+    assert not any("--residual" in line for line in answer(plan_for(device, "fp32", micro_batch=2)))
+
+
 def test_faster_cards_take_less_time_and_older_ones_attention_without_flash():
     seconds = {card: plan_for(card=card, micro_batch=2).step_seconds for card in ("h200", "rtx3060")}
     assert seconds["h200"] < seconds["rtx3060"]
