@@ -31,6 +31,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.distributed.launch import joined, local_ranks
 from lowmem.errors import InputError
+from lowmem.fields import option_name
 from lowmem.limits import Budget, ram_available_bytes, ram_now_bytes, ram_peak_bytes, reset_ram_peak
 from lowmem.models.build import load_config, make_decoder, own_generation_config, settings_for
 from lowmem.models.compatibility import check_pieces
@@ -252,8 +253,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
                 plan = aside(timed_with, plan, config, lengths)
         plan = replace(plan, steps=settings.total_steps(data.train.steps_per_epoch))
-        if not data.evaluations:
-            _check_without_evaluations(settings, log.say)
+        _check_evaluations(settings, data, plan.steps, log.say)
         ranks.on_first(partial(check_disk, folder, plan.disk, plan.most_saves, settings.states_folder))
         if saved is None:
             _say_before_the_first_step(plan, data, rehearsal, log)
@@ -276,12 +276,18 @@ def prepare(settings: Settings) -> Iterator[Session]:
         yield session
 
 
-def _check_without_evaluations(settings: Settings, say: Say) -> None:
-    if settings.keep_best or settings.patience:
+def _check_evaluations(settings: Settings, data: Data, steps: int, say: Say) -> None:
+    """Raises InputError if nothing is held out for --keep-best or --patience. `say` gets a sentence if other options of
+    evaluations do nothing."""
+    names = " and ".join(option_name(name) for name in ("keep_best", "patience") if getattr(settings, name))
+    if not data.evaluations and names:
         ways = "--eval-data, a larger --eval-fraction, or more --data"
         raise InputError(f"nothing is held out, so there is no best to find; give {ways}")
-    if settings.eval_every is not None:
+    if not data.evaluations and settings.eval_every is not None:
         say("nothing is held out, so --eval-every does nothing")
+    elif names and settings.eval_every >= steps:
+        run = f"the run has {counted(steps, 'steps')}, so only the last one is evaluated"
+        say(f"{names}: nothing to compare, because --eval-every is {settings.eval_every} and {run}")
 
 
 def _say_where_states_are(plan: Plan, ranks: Ranks, log: RunLog) -> None:

@@ -147,6 +147,14 @@ def test_nothing_held_out_is_no_best(train, tmp_path, capsys):
     assert "nothing is held out" in last_line(capsys) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("every", "said"), [("2", False), ("3", True), ("99", True)])
+def test_a_best_of_the_last_step_alone_is_said_to_be_none(train, tmp_path, capsys, every, said):
+    """Seen to fail: it was not said."""
+    assert train(tmp_path / "out", "--keep-best", "--patience", "5", "--eval-every", every) == 0
+    line = f"--keep-best and --patience: nothing to compare, because --eval-every is {every} and the run has 3 steps"
+    assert (f"{line}, so only the last one is evaluated" in capsys.readouterr().err.splitlines()) == said
+
+
 def test_samples_change_no_bit_and_are_kept_over_a_stop(train, tmp_path, capsys):
     options = ["--steps", "4", "--schedule", "constant", "--optimizer", "adamw"]
     assert train(tmp_path / "without", *options) == 0
