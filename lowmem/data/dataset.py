@@ -66,7 +66,7 @@ def load_data(
             train,
             tuple(batches for batches in evaluations if len(batches)),
             _fingerprint(tokenizer, train, *evaluations),
-            _describe(sources, cut, train, tokenizer),
+            "\n".join([_describe(sources, cut, train, tokenizer), *_unused_template(settings, cut)]),
             keep=functools.partial(preparation.keep, parts, tokenizer),
             close=preparation.close,
             chat=all(rows.documents.chat for rows in train.parts),
@@ -220,6 +220,13 @@ def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenize
         return "\n".join(["; ".join(lines), *train.remarks])
     shares = (f"{rows.in_epoch:,} of {rows.name} ({rows.in_epoch / train.rows:.1%})" for rows in train.parts)
     return "\n".join([*lines, *train.remarks, f"an epoch has {counted(train.rows, 'rows')}: {', '.join(shares)}"])
+
+
+def _unused_template(settings: Settings, parts: list[Part]) -> list[str]:
+    chats = [rows.documents.chat for part in parts for rows in (part.train, part.evaluation) if rows is not None]
+    if settings.chat_template is None or any(chats):
+        return []
+    return ["--chat-template: no data set has conversations, so it is only exported with the model"]
 
 
 def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:

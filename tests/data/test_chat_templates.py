@@ -264,6 +264,18 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
     assert trained_text(batch) == "Two..Three..$" and tokenizer.chat_template == file.read_text()
 
 
+def test_a_chat_template_without_conversations_is_said_to_be_only_exported(tmp_path):
+    """Seen to fail: it was not said."""
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    texts = write_rows(tmp_path / "t.jsonl", [{"text": "x" * 40}])
+    prompts = write_rows(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
+    chats = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    for specs, said in (([texts, prompts], True), ([texts, chats], False), ([texts], True)):
+        data = load(specs, chat_template=str(tmp_path / "chat.jinja"))
+        assert data.description.endswith("no data set has conversations, so it is only exported with the model") == said
+    assert "--chat-template" not in load(texts).description
+
+
 @pytest.mark.parametrize(("content", "message"), [
     (None, r"chat.jinja: cannot be read \(No such file"), (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
     (b"one\n\xff", r"chat.jinja:2: not UTF-8"), (POINTER.encode(), r"chat.jinja is a Git LFS pointer"),
