@@ -130,7 +130,7 @@ class _Reader:
 
         def noted(source: Source) -> Source:
             first, records = with_first_filled(iter(source.train), reading)
-            firsts.extend([first] if first is not None else [])
+            firsts.extend([first] if first is not None and first.named else [])
             return replace(source, train=records)  # which can be read only once
 
         self.sources, self.evaluated = [*map(noted, self.sources)], [*map(noted, self.evaluated)]

@@ -153,9 +153,9 @@ def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]
     where = ""
     for row in rows:
         if _ARTICLE_TITLE.fullmatch(row.columns["text"]) and lines:
-            yield Record(where, {text_field: "".join(lines)}, may_be_blank=True)
+            yield Record(where, {text_field: "".join(lines)}, may_be_blank=True, named=False)
             lines = []
         where = where if lines else row.where
         lines.append(row.columns["text"])
     if lines:
-        yield Record(where, {text_field: "".join(lines)}, may_be_blank=True)
+        yield Record(where, {text_field: "".join(lines)}, may_be_blank=True, named=False)

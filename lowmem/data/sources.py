@@ -67,7 +67,7 @@ def _open(spec: str, reading: Reading, out: Path | None) -> Source:
         names = (f"codeparrot/codeparrot-clean-{split}" for split in ("train", "valid"))
         source, held_out = (hub_source(name, None, replace(reading, text="content"), streamed=True) for name in names)
         train, evaluation = (
-            (replace(row, columns={reading.text: row.columns["content"]}) for row in rows)
+            (replace(row, columns={reading.text: row.columns["content"]}, named=False) for row in rows)
             for rows in (source.train, held_out.train)
         )
         return replace(source, train=train, evaluation=evaluation)
@@ -119,7 +119,7 @@ def _library(files: dict[str, Path], reading: Reading) -> Iterator[Record]:
             text = path.read_bytes().decode()
         except (OSError, UnicodeDecodeError):  # a few sources are in Latin-1
             continue
-        yield Record(name, {reading.text: text}, may_be_blank=True)
+        yield Record(name, {reading.text: text}, may_be_blank=True, named=False)
 
 
 def _folder_of_config(spec: str) -> Path | None:

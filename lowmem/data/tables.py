@@ -54,11 +54,13 @@ def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterato
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
-            yield Record(str(path), {reading.text: "".join(lines)}, may_be_blank, goes_on=True, begun=begun)
+            yield Record(
+                str(path), {reading.text: "".join(lines)}, may_be_blank, goes_on=True, begun=begun, named=False
+            )
             lines, characters, begun = [], 0, True
         lines.append(line)
         characters += len(line)
-    yield Record(str(path), {reading.text: "".join(lines)}, may_be_blank, begun=begun)
+    yield Record(str(path), {reading.text: "".join(lines)}, may_be_blank, begun=begun, named=False)
 
 
 def _begins_with_a_row(path: Path) -> bool:

@@ -81,6 +81,16 @@ def test_a_name_by_which_no_data_set_can_be_read_is_refused_although_others_fit(
         load(path, **named)
 
 
+def test_a_text_file_does_not_count_as_a_data_set_with_the_named_column(tmp_path):
+    """Seen to fail: the rows were read by the other columns without a word."""
+    rows = write_rows(tmp_path / "a.jsonl", [{"prompt": "p", "completion": "c", "body": "b"}])
+    (tmp_path / "b.txt").write_text("x" * 100)
+    for more in ({"spec": (rows, tmp_path / "b.txt")}, {"spec": rows, "eval_data": tmp_path / "b.txt"}):
+        with pytest.raises(InputError, match="^--text-field boddy: no data set has this column"):
+            load(text_field="boddy", **more)
+    assert load(tmp_path / "b.txt", text_field="boddy").train.parts[0].documents.packed
+
+
 def test_a_named_column_may_be_in_one_of_several_data_sets(tmp_path):
     named = write_rows(tmp_path / "a.jsonl", [{"body": "x" * 100}])
     other = write_rows(tmp_path / "b.jsonl", [ASKED | {"prompt": "p", "completion": "c"}])
