@@ -113,7 +113,9 @@ class _Reader:
             if self.evaluated:
                 parts.append(Part(train, None, ""))
             elif source.evaluation is not None and self.settings.eval_fraction > 0:
-                parts.append(self._held_out(source, folder)._replace(train=train))
+                held_out, share = self._held_out(source, folder), self.settings.eval_fraction
+                said = f", in place of --eval-fraction {share:g}" if share != Settings.eval_fraction else ""
+                parts.append(held_out._replace(train=train, held_out=held_out.held_out + said))
             else:
                 held_out = hold_out(source.name, train, self.settings.eval_fraction, row_inputs(self.settings), folder)
                 parts.append(Part(*held_out))
