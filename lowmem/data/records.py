@@ -48,9 +48,7 @@ class Record:
     may_be_blank: bool = False  # True: a row without text is skipped; False: it is an error
     goes_on: bool = False  # the next record continues this text
     begun: bool = False  # this record continues the text of the record before
-    named: bool = (
-        True  # False: the source has no columns, or fixed ones, so the text is given the name that is asked for
-    )
+    named: bool = True  # False: a text without columns, whose column has the name that the user asks for
 
 
 @dataclass(frozen=True)
