@@ -2,6 +2,7 @@
 GPU."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from lowmem.units import round_up
 WEIGHT_SLOTS = 2  # number of segments whose weights are on the device at a time
 LEAVING = 2  # most boundaries that are being copied to RAM at a time
 _ALIGNMENT = 256  # each boundary in RAM begins at a multiple of this number of elements
+
+
+class _Views(NamedTuple):  # of blocks in a slot, made once to save CPU time
+    pairs: list[tuple[Tensor, Tensor]]  # (place in the slot, weights in RAM) of each block
+    parameters: list[tuple[Tensor, Tensor, Tensor]]  # (parameter, NaNs, weights in the slot)
 
 
 class WeightWindow:
@@ -71,7 +77,7 @@ class WeightWindow:
         if self._bound is not None and self._bound[1] is slot:
             self._bind(None)
         slot.inside = None  # until all copies into it are queued
-        pairs, mark = [(flat, part.working) for part, flat in self._flat(blocks, slot)], self._window.transfers.mark
+        pairs, mark = self._views(blocks, slot).pairs, self._window.transfers.mark
         # The copy waits for kernels launched so far, which may use the slot's old weights. It also waits for copies of
         # updated weights to RAM.
         self._window.fetch(slot, pairs, mark(Lane.COMPUTE), mark(Lane.STATES_OUT))
@@ -82,28 +88,25 @@ class WeightWindow:
         # An update changes `version`, and so the key.
         return blocks, *(part.version for part in self._parts_of(blocks))
 
-    def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
-        parts = self._parts_of(blocks)
-        sizes = [part.working.numel() for part in parts]
-        return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
-
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
         if self._bound is not None:
-            for parameter, absent, _ in self._views(*self._bound):  # NaN: a use of absent weights shows at once
+            for parameter, absent, _ in self._views(*self._bound).parameters:  # a use of absent weights shows at once
                 parameter.data = absent
         self._bound = bound
         if bound is not None:
-            for parameter, _, weights in self._views(*bound):
+            for parameter, _, weights in self._views(*bound).parameters:
                 parameter.data = weights
 
-    def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
-        # (parameter, NaN, weights in the slot) of each parameter, made once for all slots.
+    def _views(self, blocks: range, slot: Slot) -> _Views:
         for each in () if blocks in slot.views else self._window.slots:
-            each.views[blocks] = [
-                (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
-                for part, flat in self._flat(blocks, each)
-                for name in part.names()
-            ]
+            each.views[blocks] = views = _Views([], [])
+            sizes = [part.working.numel() for part in self._parts_of(blocks)]
+            flats = each.tensors["weights"][: sum(sizes)].split(sizes)
+            for part, flat in zip(self._parts_of(blocks), flats, strict=True):
+                views.pairs.append((flat, part.working))
+                parameters = self._decoder.units[part.unit].parameters
+                for name in part.names():
+                    views.parameters.append((parameters[name], part.placeholder(name), part.view(flat, name)))
         return slot.views[blocks]
 
     def _called(self, index: int) -> None:

@@ -11,6 +11,9 @@ import torch
 from lowmem import device
 from lowmem.cudasim import cuda_ops, roofline, temporaries
 from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.outcomes import is_simulated
+
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,17 @@ class DeviceModel:
     seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
     more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}
+
+    def run(self, func, args: tuple, kwargs: dict):
+        """Runs the operation `func` on tensors without data. The storages of its results have the device's sizes."""
+        if func is _aten._grouped_mm.default and args[0].is_meta:  # on meta only for bf16, on CUDA for every dtype
+            factors = (factor.to(torch.bfloat16) for factor in args[:2])
+            return func(*factors, *args[2:], **kwargs).to(args[0].dtype)
+        result = func(*args, **kwargs)
+        if (larger := self.storage_bytes.get(func)) and is_simulated(result):
+            if (size := larger(func, args, kwargs)) is not None:
+                result.untyped_storage().resize_(max(size, result.untyped_storage().nbytes()))
+        return result
 
 
 TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])

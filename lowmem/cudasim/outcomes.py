@@ -5,9 +5,11 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lowmem.cudasim.clock import Span
 
+Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]  # with strides
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -15,6 +17,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 class Outcome:
     """Holds the cached costs of an operation: what it allocates, and its time."""
 
+    made: tuple[type, list[Shape]] | None  # container and tensors of its results; None if it must run each time
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
     temporaries: tuple[int, ...]  # bytes
     spans: tuple[Span, Span]  # effects on the clock in forward and in backward
@@ -73,3 +76,34 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
         else:
             return False
     return True
+
+
+def new_tensors_of(func, args: tuple, kwargs: dict, result) -> tuple[type, list[Shape]] | None:
+    """Returns container (Tensor, tuple or list) and shapes of an operation's results, if each is a new tensor with a
+    storage of its own and of its size. Then later calls need not run the operation. Returns None otherwise."""
+    if is_view(func) or may_resize(func) or type(result) not in (Tensor, tuple, list):
+        return None
+    given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.layout is torch.strided)
+    storages, shapes = {one.untyped_storage()._cdata for one in given}, []
+    for tensor in (result,) if type(result) is Tensor else result:
+        if type(tensor) is not Tensor or not tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        if tensor.untyped_storage()._cdata in storages:
+            return None
+        storages.add(tensor.untyped_storage()._cdata)
+        shapes.append((tensor.shape, tensor.stride(), tensor.dtype))
+        if (
+            tensor.storage_offset()
+            or tensor.untyped_storage().nbytes() != _made(*shapes[-1]).untyped_storage().nbytes()
+        ):
+            return None
+    return type(result), shapes
+
+
+def made_again(kind: type, shapes: list[Shape]):
+    """Returns new tensors without data, as described by `new_tensors_of`."""
+    return _made(*shapes[0]) if kind is Tensor else kind(_made(*shape) for shape in shapes)
+
+
+def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -24,7 +24,9 @@ from lowmem.cudasim.outcomes import (
     Outcome,
     is_simulated,
     is_view,
+    made_again,
     may_resize,
+    new_tensors_of,
     signature_of,
     tensors_in,
 )
@@ -111,16 +113,12 @@ class Recorder(TorchDispatchMode):
         key = None
         if self._outcomes is not None:
             key = func if is_view(func) else signature_of(func, args, kwargs)
-        if func is _aten._grouped_mm.default and args[0].is_meta:  # on meta only for bf16, on CUDA for every dtype
-            factors = (factor.to(torch.bfloat16) for factor in args[:2])
-            result = func(*factors, *args[2:], **kwargs).to(args[0].dtype)
+        outcome = None if key is None else self._outcomes.get(key)
+        if outcome is not None and outcome.made is not None:
+            result = made_again(*outcome.made)
         else:
-            result = func(*args, **kwargs)
-        if (larger := self.device_model.storage_bytes.get(func)) and is_simulated(result):
-            if (size := larger(func, args, kwargs)) is not None:
-                result.untyped_storage().resize_(max(size, result.untyped_storage().nbytes()))
+            result = self.device_model.run(func, args, kwargs)
         if not self._paused:
-            outcome = None if key is None else self._outcomes.get(key)
             if outcome is None:
                 outcome = self._outcome(func, args, kwargs, result)
                 if key is not None:
@@ -137,6 +135,7 @@ class Recorder(TorchDispatchMode):
         if results and not any(map(is_simulated, results)):  # user code on the CPU
             seconds, temporaries = 0.0, ()
         return Outcome(
+            new_tensors_of(func, args, kwargs, result),
             tuple(places[id(tensor)] for tensor in model.allocated(func, args, kwargs, owners)),
             tuple(temporaries),
             tuple(Span.of_operation(each, seconds) for each in host),

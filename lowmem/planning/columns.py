@@ -101,6 +101,8 @@ class Columns:
         enough. `units_on_gpu`: how many units have optimizer states on the GPU; weights, if other weights are in
         RAM."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
+        if not disk and not layout.states_on_disk and not within(self._least_ram_bytes(layout), limit_bytes):
+            return None  # certainly, so without a simulation
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
             return layout.states_on_disk if within(streamed, limit_bytes) else None
@@ -114,6 +116,14 @@ class Columns:
         counts = range(disk, self.simulations.units + 1)
         place = bisect_left(counts, True, key=enough)
         return counts[place] if place < len(counts) else None
+
+    def _least_ram_bytes(self, layout: Layout) -> int:
+        # states that are not on the GPU, and gradients that are sent to RAM
+        size = sum(self.simulations.state_bytes[layout.states_on_gpu :])
+        if layout.fate is Fate.SENT:  # in fp32; the first unit's stay on the GPU
+            weights = sum(self.simulations.weight_bytes[max(layout.states_on_gpu, 1) :])
+            size += 4 * weights // self.simulations.base.dtype.itemsize
+        return size
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
         """Returns the peak of allocated GPU memory of a layout in `column` (similar layouts), in bytes. Simulates a

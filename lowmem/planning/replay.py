@@ -41,6 +41,7 @@ class _Known:
     region: Region  # its allocations
     leaves: list  # of its result, with a _Place for each tensor that is new or views an argument
     structure: TreeSpec  # the containers in its result
+    result: object  # if it has no such tensor
 
 
 class ReplayedOperations:
@@ -224,12 +225,16 @@ class ReplayedOperations:
                 storage = -1 - numbers.index(number)
             return _Place(storage, size, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
 
-        self._known[key] = _Known(region, list(map(place, leaves)), structure)
+        leaves = list(map(place, leaves))
+        constant = None if any(type(leaf) is _Place for leaf in leaves) else results
+        self._known[key] = _Known(region, leaves, structure, constant)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the replay's
         first storage on the tape (list of allocations). `arguments`: input tensors whose storage a result may share.
         `held`: whether autograd holds the results until backward; then the replay of backward records their frees."""
+        if known.result is not None:
+            return known.result
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:

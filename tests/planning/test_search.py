@@ -230,6 +230,18 @@ def test_smaller_layouts_have_homes_that_a_run_can_change():
     assert smaller and {each.fixed_homes for each in smaller} == {found.layout.fixed_homes}
 
 
+def test_what_certainly_exceeds_the_ram_is_not_simulated(monkeypatch):
+    """Seen to fail: a third more simulated steps for GPT-2-XL."""
+    simulations = Simulations(decoder, CASE, gpu_target(SLOW_BUS))
+    columns = Columns(simulations)
+    column = Column(replace(CHOICES, base=Layout(1, fate=Fate.SENT)), 2, 2, 1)
+    enough = sum(simulations.state_bytes) + 2 * sum(simulations.weight_bytes[1:])  # gradients in fp32
+    simulated = []
+    monkeypatch.setattr(Columns, "streamed_bytes", lambda *_: simulated.append(True) or enough)
+    assert columns.least_on_disk(column, 0, enough - 1) is None and not simulated
+    assert columns.least_on_disk(column, 0, enough) == 0 and simulated
+
+
 # --- the caps that are named, and those above them
 
 
