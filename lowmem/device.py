@@ -114,27 +114,6 @@ def collect_garbage() -> None:
         gc.collect()
 
 
-def freeze_objects() -> bool:
-    """Makes Python's garbage collector skip all existing objects. If it skips many already, only returns False."""
-    global _frozen
-    # Looking through imported modules takes 0.2 s each time. Python 3.12 itself freezes some hundred objects.
-    if _frozen or gc.get_freeze_count() > 10_000:  # this count takes 0.1 s if there are many
-        return False
-    gc.freeze()
-    _frozen = True
-    return True
-
-
-def unfreeze_objects() -> None:
-    """Undoes a `freeze_objects` that returned True."""
-    global _frozen
-    gc.unfreeze()
-    _frozen = False
-
-
-_frozen = False
-
-
 def take_workspaces(device: torch.device) -> None:
     """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces. Must be called before any
     other GPU allocation, because the predicted memory assumes this order. Does nothing on the CPU."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from experiments.harness import rows, vocabulary
-from lowmem.device import freeze_objects
 from tests.exhaustive import QUICK_CASES
 
 TESTS = Path(__file__).resolve().parent
@@ -30,10 +29,6 @@ def pytest_collection_modifyitems(items):
         seen[name] += 1
         if seen[name] > QUICK_CASES.get(name, seen[name]):
             item.add_marker(pytest.mark.exhaustive)
-
-
-def pytest_collection_finish():
-    freeze_objects()  # so that later calls in the code return at once; counting what is frozen would take 0.1 s each
 
 
 @pytest.fixture(scope="module", autouse=True)

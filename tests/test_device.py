@@ -2,7 +2,6 @@
 
 import os
 import re
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,17 +115,3 @@ def test_what_no_plan_can_be_made_for_is_refused_by_name(monkeypatch, environmen
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(InputError, match="|".join(environment)):
         expandable_segments()
-
-
-def test_objects_are_frozen_once_and_those_that_another_program_froze_stay_so(monkeypatch):
-    """Seen to fail: a plan undid a user's own gc.freeze."""
-    calls = Mock()
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(device.gc, name, getattr(calls, name))
-    monkeypatch.setattr(device, "_frozen", False)
-    monkeypatch.setattr(device.gc, "get_freeze_count", lambda: 500)  # Python 3.12's own
-    assert device.freeze_objects() and not device.freeze_objects()
-    device.unfreeze_objects()
-    monkeypatch.setattr(device.gc, "get_freeze_count", lambda: 400_000)
-    assert not device.freeze_objects()
-    assert [name for name, *_ in calls.mock_calls] == ["freeze", "unfreeze"]

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from lowmem.device import freeze_objects, unfreeze_objects
 from lowmem.errors import PlanError
 from lowmem.limits import ram_now_bytes
 from lowmem.models.build import make_decoder
@@ -64,14 +63,12 @@ def make_plan(question: Question) -> Plan:
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     # Otherwise Python's cycle collector would take a sixth of the time of planning.
-    before, freezes = gc.get_threshold(), freeze_objects()
+    before = gc.get_threshold()
     gc.set_threshold(*_COLLECTIONS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        if freezes:
-            unfreeze_objects()
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:

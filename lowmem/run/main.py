@@ -4,6 +4,7 @@ Bad options and paths are refused before PyTorch and transformers are imported, 
 user or a machine can cause ends with one sentence on stderr.
 """
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -34,10 +35,10 @@ def main(defaults: Settings, arguments: list[str] | None = None, ends_process: b
                 settings = check_run(settings, say if launched_rank() == 0 else lambda _: None)
                 limit_waiting_of_threads()
                 with variables_blamed():
-                    from lowmem.device import freeze_objects
                     from lowmem.run.train import run
-                freeze_objects()  # imported modules live until the end
             ends = arguments is None if ends_process is None else ends_process
+            if ends:
+                gc.freeze()  # imported modules live until the end
             ends = ends and launched_rank() == 0  # torchrun ends the others with a signal
             with interrupt_ends_at_once() if settings.trains_nothing else StopRequest(ends) as stop:
                 run(settings, stop)
