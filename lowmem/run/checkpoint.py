@@ -53,18 +53,10 @@ def save_checkpoint(
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
     """Saves weights, optimizer states and `state` (the content of state.json) as folder/checkpoints/step-..., and
-    returns that path. All ranks (processes) must call this. `metrics()` returns the text of metrics.jsonl; None: no
-    such file is saved. Keeps the newest `keep_last` checkpoints and the one after step `best`. Removes all others, also
-    any with more steps than this one. Raises RuntimeError if updates are pending: call TrainingStep.flush before.
-    Raises NotSaved, with earlier checkpoints intact, if the files cannot be written."""
-    if any(part.has_gradient for part in store.parts):
-        raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
-    return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best, metrics))
-
-
-def _save(
-    folder: Path, store: Store, state: dict, keep_last: int, best: int | None, metrics: Callable[[], str] | None
-) -> Path:
+    returns that path. Call TrainingStep.flush before, and this by Ranks.on_first. `metrics()` returns the text of
+    metrics.jsonl; None: no such file is saved. Keeps the newest `keep_last` checkpoints and the one after step `best`.
+    Removes all others, also any with more steps than this one. Raises NotSaved, with earlier checkpoints intact, if the
+    files cannot be written."""
     final = checkpoint_of(folder, state["step"])
     root = final.parent
     temporary = root / (TEMPORARY + final.name)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -70,7 +71,8 @@ class LoadedModel:
             raise InputError(f"{newest} has more steps than {done}: load(..., resume={folder!s}), or another folder")
         self.step.flush()
         state = self.state(done) | {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self.identity()}
-        return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
+        store = self.step.store
+        return store.ranks.on_first(partial(save_checkpoint, folder, store, state, keep_last=keep_last))
 
     def state(self, done: int) -> dict:
         """Returns the counters of training after `done` steps, for state.json: steps, optimizer updates, loss scale."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 
 from lowmem.errors import CapExceeded, Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
@@ -69,8 +70,8 @@ class Saver:
         state |= {"course": asdict(session.course), "eval_batches": settings.eval_batches, "resume": session.origin}
         with session.budget.phase("save"):
             best = best_kept(session, done).step if settings.keep_best else None
-            save_checkpoint(
-                session.folder, session.step.store, state, keep_last=settings.keep_last, best=best,
+            session.ranks.on_first(partial(
+                save_checkpoint, session.folder, session.step.store, state, keep_last=settings.keep_last, best=best,
                 metrics=lambda: computed(session.log.rows),
-            )  # fmt: skip
+            ))  # fmt: skip
         session.saved.add(done)

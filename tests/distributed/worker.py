@@ -101,7 +101,7 @@ def saved_again(case, folder: Path, checkpoint: str | None, ranks=None) -> None:
     else:
         load_checkpoint(Path(checkpoint), store, {})
     state = dict.fromkeys(("updates", "loss_scale", "skipped", "eval_first", "recoveries"))
-    save_checkpoint(folder, store, {"step": 1} | state, keep_last=1)
+    store.ranks.on_first(lambda: save_checkpoint(folder, store, {"step": 1} | state, keep_last=1))
 
 
 def agreed(case, folder: Path, ranks: collectives.SeveralRanks) -> None:

@@ -173,16 +173,6 @@ def test_tensors_of_many_chunks_and_writes_that_the_system_cuts_short(tmp_path, 
     assert differences(loaded, saved) == [] and said == []
 
 
-def test_saving_while_an_update_waits_is_a_mistake_of_the_caller(tmp_path):
-    store = make_store()
-    store.parts[0].gradient_of(store.parts[0].names()[0])
-    with pytest.raises(RuntimeError, match="flush"):
-        save(tmp_path, store, 1)
-    store.parts[0].gradient, store.parts[0].gradient_in_ram = None, True
-    with pytest.raises(RuntimeError, match="flush"):
-        save(tmp_path, store, 1)
-
-
 # --- training, continued
 
 
