@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +30,6 @@ _HASHES = {_HASH: xxh3_128, "blake2b": partial(hashlib.blake2b, digest_size=16)}
 _DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint8: "U8"
 }  # fmt: skip
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Damaged(InputError):
@@ -148,20 +146,14 @@ class Manifest:
         try:
             content = json.loads(path.read_bytes())
             own = content.pop("own")
-            self.hash, self.entries = content["hash"], content["files"]
-            sound = self.hash in _HASHES and all(
-                _PLAIN_NAME.fullmatch(name) and type(entry["bytes"]) is int and type(entry["hash"]) is str
-                for name, entry in self.entries.items()
-            )
+            self.folder, self.hash, self.entries = folder, content["hash"], content["files"]
+            intact = own == _HASHES[self.hash](to_json(content)).hexdigest()
         except OSError as error:
             raise _not_read(path, error) from None
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            raise Damaged(f"{path} is not a manifest")
-        if own != _HASHES[self.hash](to_json(content)).hexdigest():
+            raise Damaged(f"{path} is not a manifest") from None
+        if not intact:
             raise Damaged(f"{path} is damaged: its checksum does not match")
-        self.folder = folder
 
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
