@@ -8,7 +8,7 @@ the memory caps, ``None`` means no limit.
 
 import math
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Flag, auto
 from typing import Any, Literal
 
@@ -190,14 +190,7 @@ class Settings:
         None, "logging to Weights & Biases", shown="WANDB_MODE, or online if --report-to names it, or disabled")
     # fmt: on
 
-    # The caps as they are typed: gpu_limit="11GiB", "16G" or "none".
-    gpu_limit: InitVar[str | int | None] = ...
-    ram_limit: InitVar[str | int | None] = ...
-
-    def __post_init__(self, gpu_limit: str | int | None, ram_limit: str | int | None):
-        for name, size in (("gpu_limit_bytes", gpu_limit), ("ram_limit_bytes", ram_limit)):
-            if size is not ...:
-                object.__setattr__(self, name, size)
+    def __post_init__(self):
         problems = []
         for item in fields(self):
             try:

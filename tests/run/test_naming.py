@@ -46,7 +46,7 @@ def test_a_folder_is_named_after_the_model_and_the_data(values, name):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"eval_every": 5}, {"ram_limit": "9GiB"}, {"states": "streamed"}, {"log_every": 3}, {"resume": "never"}]
+    [{}, {"eval_every": 5}, {"ram_limit_bytes": "9GiB"}, {"states": "streamed"}, {"log_every": 3}, {"resume": "never"}]
     + [{"steps": 20, "schedule": "constant", "lr": 1e-5}],
 )
 def test_the_same_command_finds_its_own_run_again(more):
