@@ -182,7 +182,7 @@ class Ending:
         report["out_of_memory"] = session.recovery.measures
         if self.failed:
             report["failed"] = self.failed
-        return {"summary": summary(report, session.log.rows, asdict(session.settings))} | report
+        return {"summary": summary(report, session.log.rows)} | report
 
     def _draw(self, plan: dict) -> list[Path]:
         session, folder = self._session, self._session.folder

@@ -1,7 +1,7 @@
 """Computes the numbers that describe a training run, from the files in its output folder.
 
-`rows` are the rows of metrics.jsonl. `plan`, `settings` and `report` are the content of plan.json, settings.json and
-report.json. Imports no third-party packages, so that `python -m lowmem report` starts at once.
+`rows` are the rows of metrics.jsonl. `plan` and `report` are the content of plan.json and report.json. Imports no
+third-party packages, so that `python -m lowmem report` starts at once.
 """
 
 import math
@@ -91,7 +91,7 @@ def is_report_of(report: dict, rows: list[dict]) -> bool:
     return bool(rows) and (report.get("steps"), last) == (len(rows), rows[-1]["loss"])
 
 
-def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
+def summary(report: dict, rows: list[dict]) -> dict[str, str]:
     """Returns a summary of a training run for people: ten lines, {name: text}."""
     plan, choice = report["plan"], report["plan"].get("choice", {})
     tokens, timed = sum(row["tokens"] for row in rows), [row for row in rows if row["step_ms"] is not None]
@@ -108,8 +108,7 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
         "device": report["device"],
         "duration": f"{format_seconds(seconds)} in steps{about}"
         + ("" if planned is None else f", planned {planned:.3g} s"),
-        "steps": f"{len(rows):,} of {total_steps(settings, rows):,}"
-        + (f", {rows[-1]['epoch']:.3g} epochs" if rows else ""),
+        "steps": f"{len(rows):,} of {plan['steps']:,}" + (f", {rows[-1]['epoch']:.3g} epochs" if rows else ""),
         "tokens": f"{tokens:,} trained{speed}",
         "training loss": _change(report["loss"]["first"], report["loss"]["last"], "in the first step", "in the last"),
         "held-out loss": _held_out(report["loss"]),
@@ -117,15 +116,6 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
         "RAM": _memory(plan, report["measured"], "ram_peak_bytes", "ram_bytes"),
         "versions": ", ".join(f"{name} {versions[name]}" for name in versions if name != "platform"),
     }
-
-
-def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns the number of steps of the whole run. If `settings` have no steps, estimates it from the last row's
-    epoch; returns 0 if there are no rows."""
-    if settings.get("steps") or not rows:
-        return settings.get("steps") or 0
-    epochs = settings.get("epochs") or 1.0
-    return max(round(epochs * rows[-1]["step"] / rows[-1]["epoch"]), rows[-1]["step"])
 
 
 def smoothed(rows: list[dict]) -> dict[int, float]:

@@ -18,7 +18,6 @@ from lowmem.run.figures import (
     short_names,
     smoothed,
     summary,
-    total_steps,
 )
 from lowmem.run.log import continuation
 from lowmem.run.metrics import PEAKS, finite, read_metrics, replace_file
@@ -70,8 +69,8 @@ def run_data(folder: Path, name: str) -> dict:
             "name": name,
             "finished": finished,
             "steps": len(rows),
-            "planned_steps": total_steps(settings, rows),
-            "summary": report.get("summary") or summary(report, rows, settings),
+            "planned_steps": plan["steps"],
+            "summary": report.get("summary") or summary(report, rows),
             "remarks": _remarks(report),
             "columns": _columns(rows),
             "held_out": _held_out(rows, report["loss"]["eval_first"]),
