@@ -8,7 +8,6 @@ import ast
 import hashlib
 import io
 import json
-import math
 import os
 import platform
 import shlex
@@ -16,6 +15,8 @@ import subprocess
 import tokenize
 from datetime import UTC, datetime
 from pathlib import Path
+
+from lowmem.run.metrics import as_line, finite
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
@@ -76,7 +77,7 @@ def make_row(
     row = common | {
         "name": name,
         "ok": error is None and all(checks.values()),
-        "values": _finite(values or {}),
+        "values": finite(values or {}),
         "checks": checks,
         "error": error,
         "output": output,
@@ -95,7 +96,7 @@ def append(path: Path, row: dict) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+        file.write(as_line(row).encode())
 
 
 def read(path: Path) -> list[dict]:
@@ -208,13 +209,3 @@ def portable(argument: str) -> str:
 def _git(*arguments: str) -> str:
     result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return result.stdout.strip()
-
-
-def _finite(value):
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
