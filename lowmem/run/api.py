@@ -22,7 +22,7 @@ from lowmem.models.build import own_generation_config
 from lowmem.models.export import TRAINED, export_model
 from lowmem.planning.plan import Plan
 from lowmem.planning.process import process_aside
-from lowmem.run.checkpoint import newest_state
+from lowmem.run.checkpoint import load_newest, newest_state
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
 from lowmem.run.folder import checkpoints_in, lock_run, sweep
@@ -110,8 +110,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     budget = Budget(device, settings.gpu_limit_bytes, None)
     model, weights = build(question, plan, tokenizer, budget, ranks, said.append, weights=not checkpoints)
     if checkpoints:
-        _, state = model.read(checkpoints, model.identity(), said.append, required=True)
-        model = replace(model, done=state["step"])
+        _, state = load_newest(checkpoints, model.step.store, model.identity(), said.append, required=True)
+        model = model.resumed(state)
     else:
         write_weights(model, weights)
     model = page_locked(model, said.append)

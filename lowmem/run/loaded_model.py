@@ -1,8 +1,8 @@
 """Defines the model that a training loop trains, evaluates and saves (docs/python.md)."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
-from lowmem.run.checkpoint import load_newest, save_checkpoint
+from lowmem.run.checkpoint import save_checkpoint
 from lowmem.run.folder import checkpoint_of, checkpoints_in, step_of
 from lowmem.run.identity import run_identity
 from lowmem.run.learning_rate import COURSE
@@ -80,19 +80,11 @@ class LoadedModel:
         ranks = self.step.store.ranks  # with several machines, the bits depend on the number that share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
 
-    def read(
-        self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
-    ) -> tuple[Path, dict] | None:
-        """Loads weights, optimizer states and counters of training from the newest undamaged of `checkpoints` (newest
-        first). Returns its path and the content of state.json, with metrics.jsonl's text under "metrics"; None if
-        nothing was loaded. `identity`: settings, data and model, which must be the checkpoint's, too. `say` gets a
-        sentence about each damaged one that is skipped. `required`: True to raise Damaged if all are damaged."""
-        loaded = load_newest(checkpoints, self.step.store, identity, say, required)
-        if loaded is not None:
-            _, state = loaded
-            self.step.updates = state["updates"]
-            self.step.loss_scale.load(state["loss_scale"])
-        return loaded
+    def resumed(self, state: dict) -> "LoadedModel":
+        """Returns the model with the counters of training in `state`, a result of load_checkpoint."""
+        self.step.updates = state["updates"]
+        self.step.loss_scale.load(state["loss_scale"])
+        return replace(self, done=state["step"])
 
     def identity(self) -> dict:
         """Returns {name: value} of all that must be equal in a checkpoint and in the run that resumes it. Leaves out

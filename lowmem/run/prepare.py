@@ -44,7 +44,7 @@ from lowmem.planning.process import process_aside
 from lowmem.planning.question import Question, precision_and_card
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
-from lowmem.run.checkpoint import newest_state
+from lowmem.run.checkpoint import load_newest, newest_state
 from lowmem.run.folder import check_disk, checkpoints_in, find_checkpoints, lock_run, step_of
 from lowmem.run.identity import kernels_of, known_identity, refuse_another_run, run_identity
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
@@ -315,7 +315,7 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     writes the initial `weights` into the model; None: reads them first. `resuming`: True if a checkpoint was found, so
     that plan and data are not printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
-    loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
+    loaded = load_newest(checkpoints, model.step.store, identity, log.say, required=settings.resume != "auto")
     if loaded is None:
         if resuming:
             _say_before_the_first_step(model.plan, session.data, session.rehearsal, log)
@@ -326,8 +326,8 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
             log.say(f"report.json, the pictures and model/ in {session.folder} are from an earlier run until this ends")
         return
     checkpoint, state = loaded
+    session.model, session.resumed = model.resumed(state), checkpoint
     session.recovery.resume(state["recoveries"])
-    session.model, session.resumed = replace(model, done=state["step"]), checkpoint
     session.origin = state.get("resume") if settings.resume == "auto" else str(Path(settings.resume).resolve())
     here = checkpoints_in(session.folder / "checkpoints")
     session.saved = {step_of(path) for path in here if _is_own(path, session)}

@@ -283,7 +283,7 @@ MUTATIONS = (
     _change("run/loaded_model.py", "a resumed run counts its updates from 0", STOPPED_AT,
         STOPPED_AT.replace('state["updates"]', "0"), "run/test_scripts.py", "faults/test_stops.py"),
     _change("run/loaded_model.py", "a resumed run begins with a fresh scale of gradients",
-        '            self.step.loss_scale.load(state["loss_scale"])\n', "", "run/test_scripts.py",
+        '        self.step.loss_scale.load(state["loss_scale"])\n', "", "run/test_scripts.py",
         "faults/test_stops.py"),
     # several machines
     _change("core/shares.py", "a machine's sum of gradients is not added to those of others",

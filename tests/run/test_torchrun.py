@@ -253,15 +253,15 @@ def test_a_rank_that_loads_takes_its_share_of_weights_and_states(tmp_path):
 OTHER_RANK = """
 import os, sys, time
 sys.path[:0] = [{root!r}]
-from lowmem.run import loaded_model, prepare
+from lowmem.run import prepare
 from lowmem.run.main import main
 from train_gpt2_large import SETTINGS
 
-load = loaded_model.load_newest
+load = prepare.load_newest
 
 
-def slow(*arguments):
-    loaded = load(*arguments)
+def slow(*arguments, **named):
+    loaded = load(*arguments, **named)
     time.sleep(0.5)
     return loaded
 
@@ -303,7 +303,7 @@ def test_a_finished_run_is_extended_also_if_one_rank_loads_slowly(trained, tmp_p
     """Seen to fail: the slow one found the settings of the longer run, and that this was finished already."""
     out = tmp_path / "run"
     shutil.copytree(trained[0], out)
-    slow = "loaded_model.load_newest = slow"
+    slow = "prepare.load_newest = slow"
     code, said = different(slow, tmp_path, out, text, "--steps", "8", "--schedule", "constant")
     assert code == 0 and stored(out / "report.json")["steps"] == 8, said
 
