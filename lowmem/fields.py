@@ -1,11 +1,16 @@
-"""Checks the value of one setting: its type, its range, and the spelling of texts and paths."""
+"""Checks the value of one setting: its type, its range, and the spelling of texts and paths.
 
+A shell does not replace `~` after `--out=`, and YAML and Python replace neither `~` nor `$NAME`. So the functions here
+replace `~` and `~user`, and refuse `$NAME`.
+"""
+
+import os
+import re
 import sys
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from lowmem.errors import InputError
-from lowmem.paths import read_path_option, read_text_option
 from lowmem.units import MIB, format_size, parse_interval, parse_size
 
 Specs = str | tuple[str, ...]  # the value of an option that may be given several times; given once, it is a str
@@ -26,6 +31,8 @@ _RANGES = (  # (names of fields, a test of the value, the text of the refusal)
     ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),
 )  # fmt: skip
 _PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
+_VARIABLE = re.compile(r"(?:^|/)\$\{?[A-Za-z_]")
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def option_name(name: str) -> str:
@@ -93,3 +100,31 @@ def _typed(name: str, hint: Any, value: object) -> Any:
 
 def _read(name: str, text: str) -> str:
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)
+
+
+def shown(text: str) -> str:
+    """Returns `text` with characters that are not valid UTF-8 replaced, so that it can be printed."""
+    return _NOT_UTF8.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def read_text_option(option: str, text: str) -> str:
+    """Returns `text`, the value of the command-line option `option`. Raises InputError if the text is not valid UTF-8.
+    Also raises InputError if it is blank or has null characters, unless the option is --sample-prompt."""
+    if option != "--sample-prompt" and ("\0" in text or not text.strip()):
+        raise InputError(f"{option} must not be empty.")
+    # No file, tracker or tokenizer could take such text.
+    if _NOT_UTF8.search(text):
+        raise InputError(f"{option} {shown(text)}: this is not UTF-8; rename it, or type it in UTF-8.")
+    return text
+
+
+def read_path_option(option: str, path: str) -> str:
+    """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for blank or
+    non-UTF-8 text. Also raises it for an unknown user or a variable such as `$HOME`, unless a file has that name."""
+    expanded = os.path.expanduser(read_text_option(option, path))
+    if expanded.startswith("~") and not os.path.exists(expanded):
+        user = path.split("/")[0]
+        raise InputError(f"{option} {path}: there is no home folder {user}; write ./{path} if it is called so.")
+    if _VARIABLE.search(path) and not os.path.exists(path):
+        raise InputError(f"{option} {path}: variables are not replaced here; write the path, which may begin with ~.")
+    return read_text_option(option, expanded)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from lowmem.errors import InputError
-from lowmem.paths import shown
+from lowmem.fields import shown
 
 FILES = (
     *("settings.json", "plan.json", "report.json", "metrics.jsonl", "samples.jsonl", "log.txt", "wandb-run-id"),

@@ -15,7 +15,7 @@ from lowmem.data.hub_data import hub_source, joined_articles, saved_to_disk
 from lowmem.data.records import Reading, Record, Source, stable_hash
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
-from lowmem.paths import shown
+from lowmem.fields import shown
 from lowmem.run_folder import is_of_a_run, is_run, without_runs
 from lowmem.text_files import refuse_disguised, refuse_pointer
 from lowmem.units import counted

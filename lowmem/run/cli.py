@@ -16,8 +16,7 @@ from pathlib import Path
 from types import NoneType
 
 from lowmem.errors import InputError
-from lowmem.fields import checked, each, option_name
-from lowmem.paths import read_path_option
+from lowmem.fields import checked, each, option_name, read_path_option
 from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
 from lowmem.run.options import FLAGS, NAMES, NOTHING, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
 from lowmem.run_folder import is_run

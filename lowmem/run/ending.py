@@ -16,8 +16,8 @@ import torch
 
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_line
+from lowmem.fields import shown
 from lowmem.models.export import TRAINED, BeyondRange, export_model
-from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
 from lowmem.run.evaluation import best_kept, take_samples
 from lowmem.run.figures import best_evaluation, build_report, is_report_of, summary
