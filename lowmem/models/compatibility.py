@@ -19,10 +19,9 @@ from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import take_apart
-from lowmem.core.layers import cast_explicitly
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, LowmemError, first_line
-from lowmem.models.build import build_model, model_from_config
+from lowmem.models.build import build_model, decoder_of, model_from_config
 
 _BLOCKS, _HEADS, _VOCABULARY = 2, 4, 64
 _MOST_PARAMETERS = 60_000_000
@@ -114,11 +113,10 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
     if precision == "fp32":
         return None
     dtype = WORKING_DTYPES[precision]
-    cast_explicitly(model, torch.float32 if residual == "fp32" else dtype)
+    decoder = decoder_of(model, precision, residual)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data = parameter.data.to(dtype)
-    decoder = take_apart(model)
     try:
         with torch.no_grad():
             decoder.logits(*decoder.example(vocabulary_size))
