@@ -7,8 +7,6 @@ import pytest
 from experiments.bench import cases, run, table, threads
 from experiments.harness import rows as row_file
 from experiments.harness.options import exit_code_of
-from experiments.harness.trees import unpacked
-from lowmem.errors import InputError
 
 
 def test_no_case_lacks_a_row():
@@ -47,13 +45,6 @@ def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch
     # a tree without the case is not asked for it
     assert run.main(["--only", "load", "--before", "old", "--rounds", "2", "--out", str(out)]) == 0
     assert "before" not in row_file.read(out)[1] and asked[4:] == [("load", run.ROOT)] * 2
-
-
-def test_a_commit_that_is_not_there_is_an_error(tmp_path):
-    """Either way: git has no such commit, or this is no checkout."""
-    with pytest.raises(InputError, match="no such commit: fatal"):
-        unpacked("no such commit", tmp_path)
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("case", cases.IN_PROCESS)

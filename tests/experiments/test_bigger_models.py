@@ -71,16 +71,6 @@ def test_help_says_how_a_recipe_is_run_and_lists_blocks_and_the_scripts_own_opti
     assert said.count("usage:") == 1 and said.index("Exit codes") < said.index("slices:")
 
 
-def test_no_blocks_are_refused_and_a_place_that_cannot_be_written(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--blocks", "0"])
-    (tmp_path / "file").touch()
-    place = tmp_path / "file" / "run"
-    assert ended.value.code == 2
-    assert recipe.main("gpt-j-6b", train_gptj.SETTINGS, ["--blocks", "1", "--out", str(place)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("of_another_process", [False, True])
 def test_a_slice_that_is_refused_leaves_nothing(tmp_path, monkeypatch, of_another_process):
     def refused(settings, words):
@@ -150,14 +140,6 @@ def test_a_case_without_a_row_is_expected_to_take_the_usual_time():
     new = replace(plans.CASES[0], card="another")
     known = sorted(plans.ROWS.expected_seconds(plans.CASES).values())
     assert known[0] < plans.ROWS.expected_seconds([new])[new.name] < known[-1]
-
-
-@pytest.mark.parametrize("program, known", [(plans, "--list names them"), (measure, "slice: largest")])
-def test_an_only_that_no_case_has_in_its_name_is_said(program, known, tmp_path, capsys):
-    assert program.main(["--only", "nope", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "--only nope: no case" in said and known in said and said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 # --- what is measured

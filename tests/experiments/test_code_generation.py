@@ -268,14 +268,6 @@ def test_a_model_that_diverged_is_no_success(small_run, tmp_path, capsys, monkey
     assert "error: the training diverged: the loss of step 2 is not finite" in capsys.readouterr().err
 
 
-def test_rows_that_cannot_be_kept_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare.corpus, "split", lambda *_: pytest.fail("the work was begun"))
-    (tmp_path / "file").touch()
-    for rows in (tmp_path / "file" / "rows.jsonl", tmp_path):
-        assert compare.main(["--rows", str(rows), "--out", str(tmp_path / "out")]) == 2
-        assert f"error: --rows {rows} cannot be written" in capsys.readouterr().err
-
-
 def test_weights_that_were_cut_off_are_said_in_a_sentence(small_run, tmp_path, capsys):
     options, _ = small_run
     cut = shutil.copytree(Path(options[-1]) / "before", tmp_path / "cut")

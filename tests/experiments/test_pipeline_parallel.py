@@ -528,10 +528,3 @@ def test_a_plan_starts_no_process(tmp_path, monkeypatch, capsys):
     assert report["bubble_planned"] == pytest.approx(1 / 9) and report["bubble_measured"] is None
     assert (tmp_path / "timeline.png").exists() and not (tmp_path / "curves.png").exists()
     assert "11.1% planned" in capsys.readouterr().out
-
-
-def test_a_folder_that_cannot_be_made_is_said_before_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a process"))
-    (tmp_path / "out").write_text("a file")
-    assert run.main(["--stages", "2", "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"error: --out {tmp_path / 'out'} cannot be written: File exists\n"

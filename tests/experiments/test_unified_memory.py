@@ -286,13 +286,6 @@ def test_a_model_that_cannot_run_leaves_the_report_of_another(change, words, sai
     assert said in capsys.readouterr().err and (tmp_path / "report.json").read_text() == "older"
 
 
-def test_a_measurement_says_what_it_cannot_do(tmp_path, capsys):
-    assert measure.main(["--case", "zzz", "--rows", str(tmp_path / "rows.jsonl")]) == 2
-    assert "no case of" in capsys.readouterr().err
-    assert measure.main(["--only", "traffic", "--rows", str(tmp_path)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
 def test_the_driver_alone_is_for_a_gpu_that_nobody_shares(monkeypatch, tmp_path, capsys):
     """By its name alone, with nothing that a schedule would do; refused beside others' memory."""
     for more in (["--enable-prefetch"], ["--physical-limit", "1GiB"], ["--placement", "explicit"]):
