@@ -219,28 +219,6 @@ def test_bytes_of_state_per_parameter(name, bytes_16_bit, bytes_fp32):
         assert sum(entries * kind.itemsize for entries, kind in layout.values()) == expected * N
 
 
-def test_the_layout_of_a_size_that_is_no_multiple_of_a_block_rounds_scales_up():
-    layout = state_layout(OPTIMIZERS["adamw8bit"], 2 * BLOCK + 1, torch.bfloat16)
-    assert layout == {
-        "low": (2 * BLOCK + 1, torch.int16),
-        "m": (2 * BLOCK + 1, torch.uint8),
-        "v": (2 * BLOCK + 1, torch.uint8),
-        "m_scale": (3, torch.float32),
-        "v_scale": (3, torch.float32),
-    }
-
-
-def test_slices_of_a_state_are_views():
-    state = fresh_state("adamw8bit", 4 * BLOCK + 10, torch.bfloat16)
-    _, part = cut_state(OPTIMIZERS["adamw8bit"], state, 4 * BLOCK + 10, 3 * BLOCK)
-    assert {name: tensor.numel() for name, tensor in part.items()} == {
-        "low": BLOCK + 10, "m": BLOCK + 10, "v": BLOCK + 10, "m_scale": 2, "v_scale": 2
-    }  # fmt: skip
-    for name, tensor in part.items():
-        tensor.fill_(1)
-        assert state[name].sum() == tensor.numel() and state[name][-1] == 1
-
-
 def test_another_optimizer_is_one_entry_that_steps_stream_and_kernels_leave_alone(monkeypatch):
     """SGD with momentum, which has no kernel: a step takes it from the table, wherever its state lies."""
 
