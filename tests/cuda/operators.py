@@ -21,24 +21,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from transformers import (
-    BioGptConfig,
-    BloomConfig,
-    CodeGenConfig,
-    FalconConfig,
-    Gemma2Config,
-    GPT2Config,
-    GPTBigCodeConfig,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MptConfig,
-    OPTConfig,
-    PhiConfig,
-    Qwen3Config,
-    StableLmConfig,
-)
 
 from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
@@ -52,7 +34,7 @@ from lowmem.models.build import make_decoder
 from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from tests.cuda import calls
 from tests.cuda.allocations import VERSION, Call, measure, peaks_on, peaks_simulated, record_of
-from tests.families import with_dropout
+from tests.families import config, with_dropout
 
 LLAMA = {
     **{"vocab_size": 32000, "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2816},
@@ -61,24 +43,24 @@ LLAMA = {
 LAYERS = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8}
 OLD = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "n_positions": 2048}
 FAMILIES: dict[str, Callable] = {  # two blocks of each, as wide as a small published one
-    "gpt2": lambda: GPT2Config(**{**OLD, "n_embd": 768, "n_head": 12}),
-    "bloom": lambda: BloomConfig(vocab_size=50880, n_layer=2, hidden_size=1024, n_head=16),
-    "llama": lambda: LlamaConfig(**LLAMA),
-    "gptj": lambda: GPTJConfig(**{**OLD, "n_head": 4}, rotary_dim=64),
-    "opt": lambda: OPTConfig(num_hidden_layers=2, hidden_size=768, ffn_dim=3072, num_attention_heads=12),
-    "gpt_neo": lambda: GPTNeoConfig(
-        num_layers=2, hidden_size=768, num_heads=12, attention_types=[[["global", "local"], 1]]
+    "gpt2": config("gpt2", OLD, n_embd=768, n_head=12),
+    "bloom": config("bloom", vocab_size=50880, n_layer=2, hidden_size=1024, n_head=16),
+    "llama": config("llama", LLAMA),
+    "gptj": config("gptj", OLD, n_head=4, rotary_dim=64),
+    "opt": config("opt", num_hidden_layers=2, hidden_size=768, ffn_dim=3072, num_attention_heads=12),
+    "gpt_neo": config(
+        "gpt_neo", num_layers=2, hidden_size=768, num_heads=12, attention_types=[[["global", "local"], 1]]
     ),
-    "gpt_neox": lambda: GPTNeoXConfig(**LAYERS, intermediate_size=4096),
-    "phi": lambda: PhiConfig(num_hidden_layers=2),
-    "qwen3": lambda: Qwen3Config(**LLAMA | {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}),
-    "gpt_bigcode": lambda: GPTBigCodeConfig(**OLD),
-    "codegen": lambda: CodeGenConfig(**OLD, rotary_dim=32),
-    "biogpt": lambda: BioGptConfig(num_hidden_layers=2),
-    "falcon": lambda: FalconConfig(**LAYERS, alibi=True, multi_query=False),
-    "stablelm": lambda: StableLmConfig(**LLAMA | {"num_key_value_heads": 16}),
-    "gemma2": lambda: Gemma2Config(**LLAMA, head_dim=128),
-    "mpt": lambda: MptConfig(n_layers=2, d_model=1024, n_heads=16, vocab_size=50368),
+    "gpt_neox": config("gpt_neox", LAYERS, intermediate_size=4096),
+    "phi": config("phi", num_hidden_layers=2),
+    "qwen3": config("qwen3", LLAMA, vocab_size=151936, head_dim=128, num_key_value_heads=8),
+    "gpt_bigcode": config("gpt_bigcode", OLD),
+    "codegen": config("codegen", OLD, rotary_dim=32),
+    "biogpt": config("biogpt", num_hidden_layers=2),
+    "falcon": config("falcon", LAYERS, alibi=True, multi_query=False),
+    "stablelm": config("stablelm", LLAMA, num_key_value_heads=16),
+    "gemma2": config("gemma2", LLAMA, head_dim=128),
+    "mpt": config("mpt", n_layers=2, d_model=1024, n_heads=16, vocab_size=50368),
 }
 
 
@@ -99,7 +81,7 @@ def steps(gpu: Gpu, family: str) -> Iterator[Call]:
         (half, "16bit", Kernels.NONE, (1000, 3, True)),
         ("fp32", "fp32", Kernels.NONE, (1000, 3, False)),
     ):
-        config = with_dropout(FAMILIES[family](), 0.0 if masked else 0.1)
+        model = with_dropout(FAMILIES[family](), 0.0 if masked else 0.1)
         card = replace(CARDS["a100"], capability=gpu.capability, multiprocessors=gpu.multiprocessors)
         target = gpu_target(card, kernels)
         target = replace(target, device_model=replace(target.device_model, hidden_bytes=watch))
@@ -108,7 +90,7 @@ def steps(gpu: Gpu, family: str) -> Iterator[Call]:
             seq, 2 * micro_batch, layout, WORKING_DTYPES.get(precision, torch.float32), OPTIMIZERS["adamw"],
             document_mask=masked,
         )  # fmt: skip
-        record_step(make_decoder(config, precision, residual, kernels), case, target, {})
+        record_step(make_decoder(model, precision, residual, kernels), case, target, {})
     yield from seen.values()
 
 
