@@ -10,8 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.load import read_weights
-from lowmem.run.main import main
-from runs import SCRIPTS, assert_same_run, last_line, stopped_in_step, stored, write_rows
+from runs import assert_same_run, last_line, stopped_in_step, stored, write_rows
 
 SIZES = {
     **{"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
@@ -27,18 +26,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train_t5(folder, text):
+def train_t5(folder, train):
     """Three steps of 4 x (24 + 8) tokens; returns the exit code."""
-
-    def train(out, *options: str) -> int:
-        return main(
-            SCRIPTS["large"].SETTINGS,
-            ["--model", str(folder), "--init", "random", "--seq", "32", "--batch", "4", "--micro-batch", "2", "--steps",
-             "3", "--lr", "1e-3", "--device", "cpu", "--data", str(text), "--gpu-limit", "none", "--out", str(out),
-             *options],
-        )  # fmt: skip
-
-    return train
+    return lambda out, *options: train(out, "--model", str(folder), *options)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +68,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(train_t5, finished_t5, tm
     assert_same_run(tmp_path / "out", finished_t5)
 
 
-def test_a_model_that_transformers_has_saved_is_trained_further(finished_t5, tmp_path, text):
+def test_a_model_that_transformers_has_saved_is_trained_further(finished_t5, tmp_path, train):
     """At a rate near 0 its logits stay. So does a tensor that no model uses, as in T5's files on the hub."""
     model = AutoModelForSeq2SeqLM.from_pretrained(finished_t5 / "model")
     there = tmp_path / "there"
@@ -89,11 +79,8 @@ def test_a_model_that_transformers_has_saved_is_trained_further(finished_t5, tmp
     tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(32, 4)
     save_file(tensors, there / "model.safetensors", {"format": "pt"})
     out = tmp_path / "out"
-    assert main(
-        SCRIPTS["large"].SETTINGS,
-        ["--model", str(there), "--seq", "32", "--batch", "4", "--steps", "1", "--lr", "1e-12", "--weight-decay", "0",
-         "--device", "cpu", "--data", str(text), "--gpu-limit", "none", "--out", str(out)],
-    ) == 0  # fmt: skip
+    options = ("--init", "pretrained", "--steps", "1", "--lr", "1e-12", "--weight-decay", "0")
+    assert train(out, "--model", str(there), *options) == 0
     other = AutoModelForSeq2SeqLM.from_pretrained(out / "model")
     source, target = torch.arange(24).view(2, 12), torch.arange(8).view(2, 4)
     logits = [each.eval()(input_ids=source, decoder_input_ids=target).logits for each in (model, other)]
