@@ -5,36 +5,33 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, logging
+from transformers import AutoModelForCausalLM, PretrainedConfig, logging
 
-from families import MORE_FAMILIES, V
+from families import LLAMA, MORE_FAMILIES, OLD, V, config, with_dropout
 
 logging.set_verbosity_error()
 
 VOCABULARY = V
+TINY = {
+    "gpt2": config("gpt2", OLD, n_layer=4, n_embd=48),
+    "llama": config("llama", LLAMA, num_hidden_layers=4, hidden_size=48, intermediate_size=96),
+}
 
 
 def tiny_config(family: str, dropout: float = 0.0):
     """Small enough for a second, real enough to have every part: two or more heads, four blocks, grouped keys; three
     blocks in other families than GPT-2 and Llama."""
-    if family in MORE_FAMILIES:
-        return MORE_FAMILIES[family]()
-    if family == "gpt2":
-        return GPT2Config(
-            n_layer=4, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=0, eos_token_id=0,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        )  # fmt: skip
-    assert family == "llama", family
-    return LlamaConfig(
-        num_hidden_layers=4, hidden_size=48, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, attention_dropout=dropout,
-    )  # fmt: skip
+    return MORE_FAMILIES[family]() if family in MORE_FAMILIES else with_dropout(TINY[family](), dropout)
 
 
 def tiny_model(family: str, dropout: float = 0.0, seed: int = 0) -> nn.Module:
+    return model_of(tiny_config(family, dropout), seed)
+
+
+def model_of(config: PretrainedConfig, seed: int = 0) -> nn.Module:
     """fp32, on the CPU. Weights are larger than transformers would draw them, so that attention matters."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, dropout))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -29,7 +29,7 @@ from lowmem.core.logits import LogitFunction
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.compatibility import check_pieces
-from reference import logits_of_pieces, mixed
+from reference import logits_of_pieces, mixed, model_of
 
 logging.set_verbosity_error()
 
@@ -39,13 +39,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def build(config) -> nn.Module:
-    """In evaluation mode, fp32, matrices three times as large as drawn, norms and biases not 1 and 0."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3) if parameter.dim() >= 2 else parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return model_of(config).eval()
 
 
 def build_on_meta(config) -> nn.Module:
