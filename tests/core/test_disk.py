@@ -21,7 +21,7 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.run.checkpoint import load_checkpoint, save_checkpoint
 from lowmem.units import MIB
 from reference import tiny_model
-from runs import mapping_of
+from runs import failing, mapping_of
 from steps import make_step
 
 STATE = {"step": 1, "updates": 1, "loss_scale": {}, "skipped": 0, "eval_first": None, "recoveries": []}
@@ -151,9 +151,7 @@ def test_the_disk_is_asked_a_few_pieces_ahead_and_in_order(small_pieces, monkeyp
 
 @pytest.mark.parametrize("trouble", ["full", "no folder", "reading", "writing", "shorter"])
 def test_what_a_disk_refuses_is_one_sentence(tmp_path, monkeypatch, trouble):
-    def fail(*_):
-        raise OSError(errno.ENOSPC if trouble == "full" else errno.EIO, os.strerror(errno.ENOSPC))
-
+    fail = failing(errno.ENOSPC if trouble == "full" else errno.EIO)
     (tmp_path / "file").touch()
     if trouble == "no folder":
         with pytest.raises(InputError, match="--states-folder .*file cannot be written: it is no folder"):

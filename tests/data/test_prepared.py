@@ -15,7 +15,7 @@ from lowmem.data.records import Reading
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError, PlanError
-from runs import python
+from runs import failing, python
 from tests.data.loading import CONVERSATION, load, write_rows, write_texts
 from tests.data.test_long_text import small_windows
 
@@ -201,9 +201,6 @@ def test_a_disk_that_is_too_small_for_the_tokens_is_refused_before_it_is_full(
 
 
 def test_a_quota_is_a_disk_that_is_too_small(tmp_path, monkeypatch):
-    def write(*_):
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr("lowmem.data.stored.HashedFile.write", write)
+    monkeypatch.setattr("lowmem.data.stored.HashedFile.write", failing(errno.EDQUOT))
     with pytest.raises(PlanError, match="the tokens of the data need about"):
         prepare(tmp_path / "run", book(tmp_path / "a.txt"))

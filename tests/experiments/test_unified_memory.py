@@ -23,6 +23,7 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
 from lowmem.units import GIB, MIB, parse_size
+from runs import failing
 
 DRIVEN = ("left to the driver", "by faults", "prefetched")
 needs_c = pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C compiler")
@@ -166,12 +167,9 @@ def test_without_cudas_runtime_or_a_cache_one_sentence_says_so(tmp_path, monkeyp
     with pytest.raises(InputError, match="needs CUDA's runtime"):
         library.loaded()
 
-    def refuse(**_):
-        raise OSError(30, "Read-only file system")
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library.shutil, "which", lambda name: "cc")
-    monkeypatch.setattr(library.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(library.tempfile, "TemporaryDirectory", failing(30))
     with pytest.raises(LowmemError, match="cannot be kept in .*: Read-only file system"):
         library.build(13)
 

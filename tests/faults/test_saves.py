@@ -340,12 +340,9 @@ def test_all_is_on_the_disk_before_the_rename_and_nothing_is_removed_before_it(t
     (errno.EDQUOT, "Free some room"), (errno.EFBIG, "ulimit -f"), (errno.EROFS, "Make the folder writable"),
 ])  # fmt: skip
 def test_who_cannot_save_is_told_what_helps(tmp_path, monkeypatch, number, advice):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
     (tmp_path / "earlier").mkdir()
     save(tmp_path / "earlier", smallest_store(fill=1), 1)
-    monkeypatch.setattr(checkpoint_module, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint_module, "write_manifest", failing(number))
     for folder, kept in (("first", ""), ("earlier", "; earlier checkpoints are still there")):
         with pytest.raises(LowmemError, match=rf"{os.strerror(number)}{kept}\. .*{advice}"):
             save(tmp_path / folder, smallest_store(fill=1), 2)

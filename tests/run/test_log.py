@@ -23,7 +23,7 @@ from lowmem.run.main import main
 from lowmem.run.metrics import read_metrics, step_row, write_json
 from lowmem.settings import Settings
 from lowmem.units import GIB
-from runs import failing
+from runs import failing, interrupt
 
 # --- answers
 
@@ -68,11 +68,8 @@ def test_a_resumed_run_drops_the_rows_that_it_computes_again_and_half_a_line(tmp
 def test_a_kill_while_a_run_resumes_loses_no_row(tmp_path, monkeypatch):
     logged(tmp_path, row(1))
 
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             started(tmp_path, first_step=1)
     assert read_metrics(tmp_path / "metrics.jsonl") == [row(1)]
@@ -151,11 +148,8 @@ def test_a_full_disk_costs_a_sample_and_not_the_run(tmp_path, capsys, monkeypatc
     """Seen to fail: the error ended training, without a save."""
     log = started(tmp_path, last_step=2)
 
-    def full(*_) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("lowmem.run.log.replace_file", full)
+        patch.setattr("lowmem.run.log.replace_file", failing(errno.ENOSPC))
         log.sample(1, "sample: one", last=False)
     log.sample(2, "sample: two", last=False)
     log.close()
