@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from experiments.harness import rows, vocabulary
+from lowmem.run import evaluation
 from tests.exhaustive import QUICK_CASES
 
 TESTS = Path(__file__).resolve().parent
@@ -110,3 +111,15 @@ def finished(tmp_path_factory, train) -> Path:
     out = tmp_path_factory.mktemp("runs") / "finished"
     assert train(out) == 0
     return out
+
+
+@pytest.fixture
+def held_out(monkeypatch):
+    """Gives the losses that a run's evaluations find, one after another."""
+
+    def give(*losses: float) -> None:
+        rest = iter(losses)
+        real = evaluation.evaluated
+        monkeypatch.setattr(evaluation, "evaluated", lambda *given: real(*given) | {"eval_loss": next(rest)})
+
+    return give

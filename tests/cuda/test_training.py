@@ -4,8 +4,6 @@ Triton's interpreter, differ by roundings."""
 import gc
 import json
 import math
-import os
-import signal
 
 import pytest
 import torch
@@ -18,11 +16,10 @@ from lowmem.core.kernels import Kernels, fused
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
-from lowmem.core.step import TrainingStep
 from lowmem.device import collect_garbage, forget_allocations
 from lowmem.models.build import make_decoder
 from lowmem.units import KIB
-from runs import at_call, content, loss_rows, stored, weights
+from runs import content, loss_rows, stopped_in_step, stored, weights, write_rows
 from stand_in.card_library import counts, order, page_locked_limit
 
 CUDA = torch.device("cuda")
@@ -144,8 +141,7 @@ def test_examples_of_many_lengths_train_on_the_card_as_on_the_cpu(train, tmp_pat
     # A GPU's own least micro-batch is larger, and sums would have another order.
     monkeypatch.setitem(LEAST_POSITIONS, "cuda", LEAST_POSITIONS["cpu"])
     examples = [{"prompt": f"{n}:", "completion": "x" * (n * n % 29 + 1)} for n in range(40)]
-    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
-    options = ("--data", str(tmp_path / "examples.jsonl"), "--pack", pack, "--precision", "fp32")
+    options = ("--data", write_rows(tmp_path / "examples.jsonl", examples), "--pack", pack, "--precision", "fp32")
     for device in ("cpu", "cuda"):
         assert train(tmp_path / device, *options, "--device", device) == 0
     assert losses(tmp_path / "cuda") == losses(tmp_path / "cpu")
@@ -156,8 +152,7 @@ def test_examples_of_many_lengths_train_on_the_card_as_on_the_cpu(train, tmp_pat
 
 def test_a_run_that_is_stopped_on_the_card_goes_on_there_bit_for_bit(finished, train, tmp_path, plain_lines):
     options = (*ON_CARD, "--states", "streamed")
-    with pytest.MonkeyPatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+    with stopped_in_step(2):
         assert train(tmp_path / "out", *options) == 75
     assert train(tmp_path / "out", *options) == 0
     assert losses(tmp_path / "out") == losses(finished)

@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file
 
 import lowmem.core.operations
-import lowmem.run.evaluation
 import lowmem.run.prepare
 from lowmem.core.precision import LossScale
 from lowmem.data.batches import Batches
@@ -90,13 +89,11 @@ def test_a_run_that_gave_up_does_not_end_well_when_it_is_started_again(train, tm
         assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/report.json").exists()
 
 
-def test_a_run_whose_last_loss_is_nan_exports_its_best_with_keep_best(train, tmp_path, monkeypatch):
+def test_a_run_whose_last_loss_is_nan_exports_its_best_with_keep_best(train, tmp_path, held_out, monkeypatch):
     options = ["--schedule", "constant", "--eval-every", "1"]
     assert train(tmp_path / "one", *options, "--steps", "1") == 0
     spoil(monkeypatch, range(2, 1000))  # from the second step on
-    real = lowmem.run.evaluation.evaluated
-    losses = iter((5.0, 4.0, math.nan, math.nan))
-    monkeypatch.setattr(lowmem.run.evaluation, "evaluated", lambda run: real(run) | {"eval_loss": next(losses)})
+    held_out(5.0, 4.0, math.nan, math.nan)
     assert train(tmp_path / "out", *options, "--steps", "3", "--keep-best", "--sample-prompt", "one") == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "one")
     steps = [row["step"] for row in map(json.loads, (tmp_path / "out/samples.jsonl").read_text().splitlines())]

@@ -33,6 +33,11 @@ def planned_once(monkeypatch):
         monkeypatch.setattr(f"lowmem.run.{module}.process_aside", remembering)
 
 
+def loop_batch(number: int) -> dict:
+    tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -77,8 +82,7 @@ def test_what_a_notebook_took_before_a_run_does_not_count_against_its_cap(tmp_pa
 def test_a_parameter_that_is_frozen_or_added_after_loading_is_refused(change):
     """Else weight decay would change frozen weights, and added ones would stay as they are."""
     model = lowmem.load(TINY)
-    tokens = torch.arange(64).view(4, 16)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = loop_batch(0)
     model.step(batch, 0, learning_rate=1e-3)
     block = model.decoder.blocks[1]
     if change == "freeze":
@@ -97,8 +101,7 @@ def test_a_parameter_that_is_frozen_or_added_after_loading_is_refused(change):
 def test_weights_in_other_memory_than_when_loaded_are_refused(change):
     """Else steps change the memory that was loaded, and the model computes the same loss for ever."""
     model = lowmem.load(TINY)
-    tokens = torch.arange(64).view(4, 16)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = loop_batch(0)
     model.decoder.model.float()
     model.step(batch, 0, learning_rate=1e-3)
     change(model.decoder.model)
@@ -123,8 +126,7 @@ def test_a_loaded_model_is_neither_copied_nor_pickled():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_gradients_is_refused_and_the_next_one_works(mode):
     model = lowmem.load(TINY)
-    tokens = torch.arange(64).view(4, 16)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = loop_batch(0)
     with mode(), pytest.raises(lowmem.InputError, match="a step needs gradients"):
         model.step(batch, 0, learning_rate=1e-3)
     assert model.step(batch, 0, learning_rate=1e-3).updated
@@ -152,11 +154,6 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path, text):
     lowmem.export(model, tmp_path / "model")
     ours, run = weights(tmp_path / "model"), weights(tmp_path / "run" / "model")
     assert ours.keys() == run.keys() and all(torch.equal(ours[name], run[name]) for name in run)
-
-
-def loop_batch(number: int) -> dict:
-    tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(number))
-    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_path):

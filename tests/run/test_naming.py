@@ -9,7 +9,7 @@ import pytest
 from lowmem.run.main import main
 from lowmem.run.naming import with_run_folder
 from lowmem.settings import Settings
-from runs import SCRIPTS
+from runs import SCRIPTS, write_rows
 
 
 def folder(settings: Settings, said: list | None = None) -> str:
@@ -91,8 +91,7 @@ def test_a_plan_goes_into_that_folder_and_does_not_take_it(capsys):
 def test_a_preview_shows_what_is_trained_on_and_writes_nothing(tmp_path, capsys):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello,\tyou"}]
     rows = [{"messages": turns}, {"messages": [*turns, *turns]}]
-    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--demo", "--data", "chats.jsonl", "--preview"]
+    options = ["--demo", "--data", write_rows(Path("chats.jsonl"), rows), "--preview"]
     assert main(SCRIPTS["large"].SETTINGS, [*options, "5"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)"
