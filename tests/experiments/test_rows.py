@@ -23,8 +23,10 @@ from experiments.memory_estimation import run as memory_estimation
 from experiments.parallel_3d import measure as parallel_3d
 from experiments.parallel_3d.table import by_theory
 from experiments.peers import published
+from experiments.several_gpus import scaling
 from experiments.unified_memory import measure as unified_memory
 from lowmem.cudasim.gpus import CARDS
+from lowmem.run.identity import kernels_of
 from lowmem.units import GIB
 
 PAGES = [*ROOT.glob("experiments/**/README.md"), *ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "Makefile"]
@@ -94,21 +96,22 @@ def test_memory_estimation_predicts_what_its_row_says(method):
     as_committed(found, row, "allocated_peak_bytes", "reserved_peak_bytes")
 
 
-def test_will_it_fit_predicts_what_its_row_says():
-    case = next(case for case in today.CASES if case.name.startswith("GPT-2-Large, RTX 3090"))
-    found, row = planned(case), committed(today.ROWS.file, name=case.name)
-    as_committed(found["predicted"], row["predicted"], *row["predicted"])
+@pytest.mark.parametrize("program", [today, published, plans, scaling, planned_levers])
+def test_every_case_has_a_committed_plan(program):
+    rows = [row for row in program.ROWS.committed() if row.get("kind", "planned") == "planned"]
+    assert {row["name"] for row in rows} == {case.name for case in program.CASES}
 
 
-def test_published_speeds_are_planned_as_their_row_says():
-    found, row = planned(published.CASES[0]), committed(published.ROWS.file, name=published.CASES[0].name)
-    as_committed(found, row, "tokens_per_second")
-
-
-def test_bigger_models_predicts_what_its_row_says():
-    case = next(case for case in plans.CASES if case.name.startswith("gpt2, 24GiB"))
-    found, row = planned(case), committed(plans.ROWS.file, name=case.name)
-    as_committed(found["predicted"], row["predicted"], *row["predicted"])
+@pytest.mark.parametrize(("program", "begins"), [
+    (today, "GPT-2-Large, RTX 3090"), (published, ""), (plans, "gpt2, 24GiB"), (scaling, "GPT-2-XL, 4 x rtx3090"),
+])  # fmt: skip
+def test_a_committed_plan_is_that_of_today(program, begins):
+    case = next(case for case in program.CASES if case.name.startswith(begins))
+    found, row = planned(case), committed(program.ROWS.file, name=case.name)
+    as_committed(found, row, *{"tokens_per_second", "sent_bytes"} & found.keys())
+    as_committed(found.get("predicted", {}), row.get("predicted", {}), *row.get("predicted", {}))
+    kernels = kernels_of(row["choice"]).names  # a row from when all kernels ran or none says True or False
+    assert found["choice"] == row["choice"] | {"fused_kernels": kernels}
 
 
 def test_gpu_acceptance_predicts_what_its_row_says():
@@ -122,7 +125,6 @@ def test_gpu_acceptance_predicts_what_its_row_says():
 def test_without_a_change_a_step_takes_what_its_row_says(way):
     """A step without a change takes longer than with all. If patching one had no effect, it would not."""
     rows = {row["name"]: row for row in planned_levers.ROWS.committed()}
-    assert rows.keys() == {case.name for case in planned_levers.CASES}
     cases = {case.way: case for case in planned_levers.CASES if case.name.startswith("meta-llama/Llama-3.2-1B, h100")}
     found, with_all = planned(cases[way]), rows[cases["all"].name]["step_seconds"]
     as_committed(found, rows[cases[way].name], "step_seconds", "limit_seconds")
