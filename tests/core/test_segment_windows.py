@@ -8,7 +8,7 @@ import torch
 from test_step import BATCH, PLAIN, make_batches, train
 
 from lowmem.core import parameters
-from lowmem.core.layout import Fate, Layout
+from lowmem.core.layout import Layout
 from lowmem.core.segment_windows import LEAVING, WEIGHT_SLOTS, BoundaryWindow, WeightWindow
 from lowmem.core.transfers import Lane, Transfers
 from reference import tiny_model
@@ -233,11 +233,6 @@ def test_an_attempt_that_fails_leaves_nothing_in_flight(monkeypatch, case, call,
     interrupted = step(batch, 0, 1e-3)
     fresh, _ = make_step(tiny_model("gpt2", 0.0, 0), segment_blocks=1, **case)
     assert interrupted == fresh(batch, 0, 1e-3) and not in_flight(step)
-
-
-def test_several_groups_are_refused():
-    with pytest.raises(ValueError, match="only if the whole batch is one group"):
-        Layout(1, fate=Fate.SENT).groups([8, 8], seq=8)
 
 
 def test_what_waits_in_ram_is_page_locked(monkeypatch):

@@ -209,9 +209,10 @@ def test_a_step_that_is_not_finite_is_skipped_whole(fate, clip_norm):
     assert outcome.updated == [True, False, False] and outcome.step.updates == 1
 
 
-def test_the_norm_comes_first_only_in_one_group():
-    with pytest.raises(ValueError, match="one group"):
-        train(make_batches(1), micro_batch=1, group=2, fate="dropped")
+@pytest.mark.parametrize("fate", ["dropped", "sent"])
+def test_several_groups_are_refused(fate):
+    with pytest.raises(ValueError, match="only if the whole batch is one group"):
+        train(make_batches(1), micro_batch=1, group=2, fate=fate)
 
 
 def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than_leave_half_an_update(monkeypatch):
@@ -267,17 +268,12 @@ def distances_from_fp32(family: str, seeds: int) -> dict[str, float]:
     return distance
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bf16_is_as_close_to_fp32_as_plain_autocast_in_several_runs(family):
-    """Mean distance of the loss curve from fp32's against that of fp32 weights under torch.autocast, over 30 steps of 3
-    runs: at most 1.5 times. Measured over 12 runs of 40 steps: GPT-2 1.0, Llama 0.9 (with a 16-bit residual stream 1.9
-    and 1.3, which is why fp32 is the default)."""
-    distance = distances_from_fp32(family, seeds=3)
-    assert 0 < distance["ours"] <= 1.5 * distance["autocast"], distance
-
-
-def test_bf16_is_as_close_to_fp32_as_plain_autocast():
-    distance = distances_from_fp32("gpt2", seeds=1)
+@pytest.mark.parametrize(("family", "seeds"), [("gpt2", 1), ("gpt2", 3), ("llama", 3)])
+def test_bf16_is_as_close_to_fp32_as_plain_autocast(family, seeds):
+    """Mean distance of the loss curve from fp32's against that of fp32 weights under torch.autocast, over 30 steps of
+    each run: at most 1.5 times. Measured over 12 runs of 40 steps: GPT-2 1.0, Llama 0.9 (with a 16-bit residual stream
+    1.9 and 1.3, which is why fp32 is the default)."""
+    distance = distances_from_fp32(family, seeds)
     assert 0 < distance["ours"] <= 1.5 * distance["autocast"], distance
 
 
@@ -561,9 +557,9 @@ class AbandonedAt:
     "kind",
     [
         {"states_on_gpu": 0},
+        {"micro_batch": 1, "group": BATCH, "fate": "sent", "states_on_gpu": 0},
         {"states_on_gpu": 2, "group": 2, "kept": 5},
         {"micro_batch": 1, "group": BATCH, "fate": "dropped"},
-        {"micro_batch": 1, "group": BATCH, "fate": "sent", "states_on_gpu": 0},
         {"micro_batch": 1, "group": BATCH, "clip_norm": None, "fate": "applied", "segment_blocks": 2},
     ],
     ids=str,
@@ -596,14 +592,6 @@ def test_a_step_that_is_abandoned_anywhere_leaves_what_the_step_before_it_left(k
         step.flush()
         assert all(torch.equal(weight, undisturbed.weights[name]) for name, weight in store.masters())
     assert abandoned >= 4
-
-
-def test_flushing_drops_a_failed_steps_gradients_in_ram_too():
-    step, store = make_step(tiny_model("gpt2", 0.1, 0), states_on_gpu=0, micro_batch=1, group=BATCH, fate="sent")
-    for part in store.parts:
-        part.gradient_in_ram = True
-    step.flush()
-    assert not any(part.has_gradient for part in store.parts)
 
 
 def test_the_numbers_of_adam_are_those_of_the_settings():
