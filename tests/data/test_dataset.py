@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from lowmem.core.batch import Batch
 from lowmem.data import hub_data
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.records import Reading
@@ -118,17 +117,6 @@ def test_evaluation_keeps_its_order_ends_with_a_smaller_batch_and_cycles(tmp_pat
     firsts = [bytes(rows.batch(index).input_ids[0, :7].tolist()) for index in (0, 1, 2)]
     assert firsts == [b"0000000", b"0000004", b"0000008"]
     assert torch.equal(rows.batch(3).input_ids, rows.batch(0).input_ids)
-
-
-def test_micro_batches_are_the_rows_in_their_order(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [{"text": f"document {index}, " * 4} for index in range(9)])
-    batch = load(path, batch=5, document_mask=True).train.batch(0)
-    parts = batch.micro_batches(2)
-    assert [len(part.labels) for part in parts] == [2, 2, 1]
-    for name in ("input_ids", "labels", "position_ids", "document_ids"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
-    assert sum(part.trained_tokens for part in parts) == batch.trained_tokens
-    assert [part.document_ids for part in Batch(batch.input_ids, batch.labels).micro_batches(3)] == [None, None]
 
 
 # Examples
