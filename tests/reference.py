@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, logging
 
 from families import LLAMA, MORE_FAMILIES, OLD, V, config, with_dropout
+from lowmem.core.batch import Batch
 
 logging.set_verbosity_error()
 
@@ -98,3 +99,9 @@ class DocumentsApart(nn.Module):
             for row, lengths in zip(input_ids, self.lengths, strict=True)
         ]
         return SimpleNamespace(logits=torch.cat(rows))
+
+
+def make_batch(seed: int, rows: int, seq: int) -> Batch:
+    """Random tokens, each row's labels one token further."""
+    tokens = torch.randint(0, VOCABULARY, (rows, seq + 1), generator=torch.Generator().manual_seed(seed))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -14,6 +14,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from experiments.harness import trainings
+from experiments.harness.trainings import make_step
 from families import FAMILIES, MORE_FAMILIES, V, with_dropout
 from lowmem.core.activations import ACTIVATIONS, GELU, GELU_TANH, SILU, ActivationForward, activation_of, sum_of_rows
 from lowmem.core.decoder import Decoder
@@ -23,7 +24,6 @@ from lowmem.core.operation_recorder import OperationRecorder, holders_if_alone
 from lowmem.core.products import ProductRecorder, ProductReplayer
 from lowmem.models.build import make_decoder, model_from_config
 from reference import tiny_model
-from steps import make_step
 from tests.core import test_fused
 from tests.core.test_products import Counting
 from tests.core.test_residual_sums import outcome, values_for

@@ -5,12 +5,12 @@ import pytest
 import torch
 from transformers import BatchEncoding, T5Config
 
+from experiments.harness.trainings import make_step
 from families import T5
 from lowmem.core.batch import Batch
 from lowmem.errors import InputError
 from lowmem.models.build import model_from_config
-from reference import VOCABULARY, tiny_model
-from steps import make_batch, make_step
+from reference import VOCABULARY, make_batch, tiny_model
 
 LENGTHS = (9, 5, 1, 7)
 

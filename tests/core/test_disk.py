@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_step import make_batches
 
+from experiments.harness.trainings import make_step
 from lowmem.core import homes, parameters
 from lowmem.core.decoder import Decoder
 from lowmem.core.homes import DiskStates
@@ -22,7 +23,6 @@ from lowmem.run.checkpoint import load_checkpoint, save_checkpoint
 from lowmem.units import MIB
 from reference import tiny_model
 from runs import failing, mapping_of
-from steps import make_step
 
 STATE = {"step": 1, "updates": 1, "loss_scale": {}, "skipped": 0, "eval_first": None, "recoveries": []}
 ON_DISK = {"states_on_gpu": 0, "states_on_disk": 99, "micro_batch": 1}

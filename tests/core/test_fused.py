@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import lowmem.core.kernels
+from experiments.harness.trainings import make_step
 from lowmem.core import optimizers
 from lowmem.core import step as core_step
 from lowmem.core.kernels import Kernels, fused
@@ -34,7 +35,6 @@ from lowmem.planning.replay import _traffic_of_8_bit
 from lowmem.planning.simulated_step import gpu_target, record_step
 from reference import tiny_config, tiny_model
 from stand_in.interpreted import language_interpreted
-from steps import make_step
 from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from tests.core.test_loss import plain as plain_loss
 from tests.core.test_products import Counting

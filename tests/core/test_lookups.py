@@ -9,12 +9,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from experiments.harness.trainings import PLAIN, Outcome, train
+from experiments.harness.trainings import PLAIN, Outcome, make_step, train
 from families import FAMILIES, MORE_FAMILIES
 from lowmem.core import operations
 from lowmem.core.lookups import SparseLookups, register_add_rows
-from reference import VOCABULARY
-from steps import make_batch, make_step
+from reference import VOCABULARY, make_batch
 
 WORDS, WIDTH = 50, 8
 IDS = torch.tensor([[3, 3, 0, 49, 3], [7, 0, 49, 3, 11]])

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from experiments.harness.trainings import make_step
 from lowmem.core.kernels import fused
 from lowmem.core.optimizers import (
     BLOCK,
@@ -20,8 +21,7 @@ from lowmem.core.optimizers import (
 )
 from lowmem.core.precision import join, split
 from lowmem.errors import InputError
-from reference import tiny_model
-from steps import make_batch, make_step
+from reference import make_batch, tiny_model
 
 N = 3 * 4096  # elements: the smallest sizes that bitsandbytes keeps in 8 bits, and a multiple of BLOCK
 HYPER = Hyperparameters(learning_rate=3e-3, weight_decay=0.1, update=1)

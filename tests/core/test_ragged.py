@@ -8,7 +8,7 @@ import torch
 
 from lowmem.core.batch import WIDTH_MULTIPLE, Batch, micro_batch_shapes
 from lowmem.core.layout import Layout
-from steps import make_batch
+from reference import make_batch
 from tests.core.test_step import PLAIN, train
 
 SEQ = 64

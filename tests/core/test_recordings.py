@@ -17,8 +17,7 @@ from lowmem.core.operation_recorder import Recording, called_again
 from lowmem.core.recordings import MOST_SHAPES, RUNS_BEFORE, Recordings
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
-from reference import tiny_model
-from steps import make_batch
+from reference import make_batch, tiny_model
 
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 VALUES_DECIDE = {"mixtral", "olmoe", "deepseek_v2"}  # which rows an expert gets

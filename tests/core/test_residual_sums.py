@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.harness import trainings
+from experiments.harness.trainings import make_step
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, POST_NORM, with_dropout
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import Kernels
@@ -15,7 +16,6 @@ from lowmem.core.recompute import Dropout
 from lowmem.core.residual_sums import ResidualSums, Watch, add_dropped
 from lowmem.models.build import make_decoder
 from reference import tiny_model
-from steps import make_step
 from tests.core import test_fused
 from tests.core.test_products import Counting
 from tests.core.test_step import PLAIN, make_batches

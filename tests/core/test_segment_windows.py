@@ -7,13 +7,13 @@ import pytest
 import torch
 from test_step import BATCH, PLAIN, make_batches, train
 
+from experiments.harness.trainings import make_step
 from lowmem.core import parameters
 from lowmem.core.layout import Layout
 from lowmem.core.segment_windows import LEAVING, WEIGHT_SLOTS, BoundaryWindow, WeightWindow
 from lowmem.core.transfers import Lane, Transfers
 from reference import tiny_model
 from runs import at_call, interrupt
-from steps import make_step
 
 WEIGHTS = {"states_on_gpu": 0, "weights_on_gpu": 1}
 BOUNDARIES = {"boundaries_in_ram": True, "states_on_gpu": 0, "micro_batch": 1}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.harness.trainings import make_step
 from lowmem.core.loss import IGNORED
 from lowmem.data.batches import PACKED, PADDED, SORTED, Batches, Rows
 from reference import VOCABULARY, tiny_model
-from steps import make_step
 from tests.data.loading import load, write_rows
 
 SEQ, END = 64, 0

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import lowmem.core.operations
+from experiments.harness.trainings import make_step
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.layout import Layout
 from lowmem.core.parameters import Store
@@ -23,9 +24,8 @@ from lowmem.core.precision import LossScale
 from lowmem.core.step import EVALUATION, STEP, UPDATES, TrainingStep
 from lowmem.core.window import StateWindow
 from lowmem.run.recovery import OutOfRoom, Recovery, with_micro_batch
-from reference import tiny_config
+from reference import make_batch, tiny_config
 from runs import at_call, interrupt, run_out
-from steps import make_batch, make_step
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2

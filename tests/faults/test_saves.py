@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from experiments.harness.trainings import make_step
 from lowmem import files
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
@@ -35,9 +36,8 @@ from lowmem.files import Manifest, to_json, write_manifest
 from lowmem.run import checkpoint as checkpoint_module
 from lowmem.run.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from lowmem.run.folder import MARGIN_BYTES, find_checkpoints, lock_run
-from reference import tiny_model
+from reference import make_batch, tiny_model
 from runs import failing, python, rehash
-from steps import make_batch, make_step
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
 
