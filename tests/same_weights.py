@@ -139,7 +139,6 @@ def digests(tree: Path, run: Run, inputs: Path, out: Path) -> dict[str, str]:
         _ended(process, STOPPED)
     _ended(_started(command, tree), 0)
     choice = json.loads((out / "plan.json").read_text())["choice"]
-    choice |= _as_named_now(choice)
     for key, wanted in run.takes.items():
         if choice.get(key) != wanted:
             raise Failed(f"its plan has {key} {choice.get(key)} and not {wanted}")
@@ -147,15 +146,6 @@ def digests(tree: Path, run: Run, inputs: Path, out: Path) -> dict[str, str]:
     if found["checkpoint: updates"] == "0":
         raise Failed("none of its steps updated anything")
     return found
-
-
-def _as_named_now(choice: dict) -> dict:
-    """What the plan of an older commit says in other words."""
-    if "norm_first" not in choice:
-        return {}
-    fate = "dropped" if choice["norm_first"] else "sent" if choice.get("gradients_in_ram") else "held"
-    kept = choice["product_blocks"] + 2 * choice["whole_blocks"] if choice["recompute"] else 2 * BLOCKS
-    return {"fate": fate, "kept": kept, "states_on_gpu": choice["resident_units"]}
 
 
 def found_in(out: Path) -> Iterator[tuple[str, str]]:
