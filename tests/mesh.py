@@ -1,6 +1,7 @@
 """Faults of a mesh's processes, each in all of them."""
 
 from functools import partial
+from unittest.mock import patch
 
 from experiments.harness import parallel
 from experiments.parallel_3d.run import WORK
@@ -12,13 +13,13 @@ FAULTS = {  # methods of Process, and what stands in their place
     "the replicas' gradients are not added up": ("add_replicas", lambda self: None),
     "a tied embedding counts twice in the norm": (
         "counted_square",
-        lambda self: _with(self.piece, "tied", None, lambda: COUNTED(self)),
+        lambda self: patch.object(self.piece, "tied", None)(COUNTED)(self),
     ),
     "what is whole on all parts counts in each": (
         "counted_square",
-        lambda self: _with(self, "place", self.place._replace(part=0), lambda: COUNTED(self)),
+        lambda self: patch.object(self, "place", self.place._replace(part=0))(COUNTED)(self),
     ),
-    "a stage's norm counts alone": ("clip", lambda self: _with(self.axes.replica, "count", 1, lambda: CLIP(self))),
+    "a stage's norm counts alone": ("clip", lambda self: patch.object(self.axes.replica, "count", 1)(CLIP)(self)),
 }
 
 
@@ -29,13 +30,3 @@ def trained(job: Job, fault: str | None = None) -> list[Told]:
 
 def _put(fault: str) -> None:
     setattr(Process, *FAULTS[fault])
-
-
-def _with(of, name: str, value, work):
-    """Calls `work` while an attribute has another value."""
-    before = getattr(of, name)
-    setattr(of, name, value)
-    try:
-        return work()
-    finally:
-        setattr(of, name, before)
