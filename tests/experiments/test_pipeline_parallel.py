@@ -296,14 +296,6 @@ def test_weights_are_those_of_one_process(name, ranks, chunks, recompute):
     assert_equal_to_one_process(it, run_in_threads(it, schedule(name, ranks, count, chunks)))
 
 
-def test_a_weight_that_differs_is_found():
-    it = job("1f1b", 2, 5)
-    found = run_in_threads(it, schedule("1f1b", 2, 5))
-    found["layers.3.0.weight"] = found["layers.3.0.weight"] * (1 + 2**-22)
-    with pytest.raises(AssertionError, match="layers.3.0.weight"):
-        assert_equal_to_one_process(it, found)
-
-
 def test_weights_are_not_those_of_another_delay():
     """PipeDream's recurrence is not the one with vertical sync, nor training without stale weights."""
     one = reference.asynchronous(job("pipedream", 4, 6))[1]
