@@ -9,8 +9,6 @@ import dataclasses
 import importlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -44,14 +42,9 @@ from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import cpu_target, gpu_target
 from lowmem.run.cli import parse_arguments
 from lowmem.units import GIB, MIB
+from runs import python
 
-ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"names": {"cpu": "a CPU"}, "versions": {"python": "3"}}
-
-
-def command(*arguments: str, **keywords) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "experiments.gpu_acceptance", *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, **keywords)
 
 
 # --- every section, with tiny shapes
@@ -218,7 +211,8 @@ def test_denominator_and_memory_rows_say_what_tables_need(dry_run):
 
 
 def test_the_command_runs_a_job_in_its_own_process(tmp_path):
-    done = command("--dry-run", "--out", str(tmp_path), "--only", "correctness/kernels")
+    words = ("--dry-run", "--out", str(tmp_path), "--only", "correctness/kernels")
+    done = python("-m", "experiments.gpu_acceptance", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows.read(tmp_path / "rows.jsonl")
     assert len(done.stdout.splitlines()) == len(found), "a line per row"
