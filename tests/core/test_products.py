@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, FalconConfig, MegatronBertConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MegatronBertConfig, PretrainedConfig
 
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, POST_NORM
 from lowmem.core import products
@@ -25,7 +25,7 @@ from lowmem.core.products import (
 )
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
 from lowmem.models.build import make_decoder
-from reference import VOCABULARY, tiny_model
+from reference import VOCABULARY, model_of, tiny_config
 from tests.core.test_recompute import assert_same
 
 aten = torch.ops.aten
@@ -46,15 +46,15 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(family: str) -> Decoder:
-    decoder = Decoder(tiny_model(family).train())
+def made(config: PretrainedConfig) -> Decoder:
+    decoder = Decoder(model_of(config).train())
     decoder.skippable_layers = skippable_layers(decoder, torch.float32)
     return decoder
 
 
 def products_run_again(family: str, keep: str) -> int:
     """How many products a block computes when it runs again: the last calls of its backward's first half."""
-    decoder, segment = made(family), Segment(BLOCK, keep)
+    decoder, segment = made(tiny_config(family)), Segment(BLOCK, keep)
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
     output, saved = forward(decoder, segment, hidden, extras, NAME)
@@ -96,9 +96,7 @@ def test_a_layer_that_is_called_more_often_in_a_longer_sequence_skips_all_its_pr
         vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         chunk_size_feed_forward=8, is_decoder=True,
     )  # fmt: skip
-    torch.manual_seed(0)
-    decoder = Decoder(AutoModelForCausalLM.from_config(config).train())
-    decoder.skippable_layers = skippable_layers(decoder, torch.float32)
+    decoder = made(config)
     assert None not in decoder.skippable_layers
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(48).view(2, 24) % VOCABULARY)
@@ -162,7 +160,7 @@ def test_only_a_layer_with_one_product_in_each_run_is_found(block, name):
 
 
 def kept_bytes(keep: str) -> int:
-    decoder = made("gpt2")
+    decoder = made(tiny_config("gpt2"))
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
     _, saved = forward(decoder, Segment(BLOCK, keep), hidden, extras, NAME)
@@ -199,9 +197,7 @@ class Storages(TorchDispatchMode):
 @pytest.mark.parametrize("family", NEED_THEIR_LAST_PRODUCT)
 def test_a_last_product_that_is_needed_is_computed_again_and_no_graph_stays(family, keep):
     """Their blocks end in a norm, which saves its input for backward, and some norms an output of their own, too."""
-    torch.manual_seed(0)
-    decoder = Decoder(AutoModelForCausalLM.from_config(NEED_THEIR_LAST_PRODUCT[family]()).train())
-    decoder.skippable_layers = skippable_layers(decoder, torch.float32)
+    decoder = made(NEED_THEIR_LAST_PRODUCT[family]())
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
 
