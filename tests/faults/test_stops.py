@@ -212,18 +212,12 @@ def test_a_run_goes_on_with_the_rows_of_its_checkpoint(change, unknown, train, t
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
-        (["--batch", "8", "--micro-batch", "2"], "--batch 4 -> 8"),
-        (["--seq", "16"], "--seq 32 -> 16"),
         (["--steps", "2"], "--steps 3 -> 2"),
         (["--steps", "5"], "the cosine schedule of that run was made for 3 steps"),
-        (["--lr", "1e-4"], "--lr 0.001 -> 0.0001"),
-        (["--schedule", "linear"], "--schedule cosine -> linear"),
-        (["--optimizer", "sgd"], "--optimizer adamw -> sgd"),
         (["--precision", "bf16"], "--precision fp32 -> bf16"),
         (["--micro-batch", "4"], "--micro-batch 2 -> 4"),
         (["--data", "python-stdlib"], "the data, their weights or the tokenizer have changed"),
         (["--eval-fraction", "0.7"], "--eval-fraction 0.01 -> 0.7"),
-        (["--eval-data", __file__], f"--eval-data not given -> {__file__}"),
     ],
     ids=" ".join,
 )

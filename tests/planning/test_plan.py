@@ -636,7 +636,6 @@ def test_an_answer_breaks_between_words_on_a_terminal(monkeypatch):
     ("options", "code", "said"),
     [
         (["--model", "gpt2", "--batch", "4", "--micro-batch", "1", "--gpu-limit", "200MiB"], 3, "--gpu-limit "),
-        (["--model", "gpt2-xl", "--gpu-limit", "11GBs"], 2, "not a size"),
         (["--model", "gpt2-xl", "--seq", "1"], 2, "--seq 1 is too short"),
         (["--model", "/nowhere/config.json"], 2, "/nowhere/config.json"),
         (["--model", "gpt2", "--seq", "4096"], 2, "1024 positions"),
@@ -644,8 +643,6 @@ def test_an_answer_breaks_between_words_on_a_terminal(monkeypatch):
         (["--model", "/nowhere/config.json", "--gpu", "voodoo"], 2, "--gpu voodoo"),  # before the model is looked for
         (["--model", "gpt2", "--gpu", "RTX 3080 D"], 2, "did you mean one of rtx3080"),
         ([], 2, "--model is needed"),
-        (["--model", "gpt2", "--sequence", "8"], 2, "Unknown option --sequence"),
-        (["--model", "gpt2", "--seq", "many"], 2, "'many' is not a whole number"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
