@@ -14,21 +14,19 @@ import torch
 
 from experiments.harness import rows, vocabulary
 from lowmem.run import evaluation
-from tests.exhaustive import QUICK_CASES
 
-TESTS = Path(__file__).resolve().parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks what `make test` leaves out (exhaustive.py)."""
+    """Marks the cases of a test after the first n as exhaustive if the test is marked with quick(n)."""
     seen = Counter()
     for item in items:
-        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"
-        seen[name] += 1
-        if seen[name] > QUICK_CASES.get(name, seen[name]):
+        quick = item.get_closest_marker("quick")
+        seen[name := (item.path, item.originalname)] += 1
+        if quick and seen[name] > quick.args[0]:
             item.add_marker(pytest.mark.exhaustive)
 
 

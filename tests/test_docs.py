@@ -95,6 +95,7 @@ def test_a_module_that_a_page_runs_exists(module):
     assert importlib.util.find_spec(module) is not None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", [command for _, command, marked in commands() if not marked])
 def test_a_command_runs(command, tmp_path):
     words = shlex.split(command)

@@ -3,11 +3,14 @@
 import json
 import shutil
 
+import pytest
+
 from tests import same_weights
 
 RUN = "fp32, SGD, no dropout"
 
 
+@pytest.mark.exhaustive
 def test_a_tree_with_another_line_ends_with_exit_code_1(tmp_path, capsys):
     """Another weight decay as the script's default: the first step's loss and norm are the same, and no weight is."""
     shutil.copytree(same_weights.ROOT / "lowmem", tmp_path / "lowmem", ignore=shutil.ignore_patterns("__pycache__"))

@@ -191,6 +191,7 @@ def test_an_activation_that_another_layer_reads_keeps_its_own_forward(monkeypatc
     assert fused_in("gpt2") == isinstance(reader, nn.Identity)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "family",
     "gpt2 qwen3 gpt_neox gpt_neo gptj opt bloom llama qwen2 gemma3_text mistral phi".split(),
@@ -318,6 +319,7 @@ def test_a_user_may_change_the_other_layers_of_an_mlp(interpreted, family, name,
     assert torch.equal(*results) == (name != "gate_proj"), "a changed activation runs as it is; else the kernel does"
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("is_gated", "erf"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["_gated", "_gated_backward"])
 @test_fused.on_all_cards

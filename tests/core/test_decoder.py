@@ -137,6 +137,7 @@ def test_gradients_through_the_pieces_are_bitwise_those_of_the_whole_model(famil
         assert torch.equal(parameter.grad, whole[name]), name
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "16-bit residual"])
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_the_check_passes_in_16_bit(family, residual):

@@ -158,6 +158,7 @@ def test_fields_that_index_past_a_table_are_refused(fields, reason):
         take_apart(T5ForConditionalGeneration(T5Config(**T5 | fields)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("clip_norm", [0.5, None])
 def test_fp32_follows_plain_transformers_and_torch_adamw(gated, clip_norm):
@@ -187,6 +188,7 @@ def test_fp32_follows_plain_transformers_and_torch_adamw(gated, clip_norm):
         assert (torch.cat(runs) - other).norm() < 1e-5 * other.norm(), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_placement_and_order_change_no_bit(precision):
     """Groups, segments, what is kept, states in RAM and on a disk, weights and boundaries in RAM; with dropout."""

@@ -83,6 +83,7 @@ interpreted, interpreted_layers = kernels_for("1", 0), kernels_for("1", 1)
 compiled, compiled_layers = kernels_for("0", 0), kernels_for("0", 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_are_split_and_joined_bit_for_bit_as_by_precision_py(interpreted, dtype):
     bits = torch.randint(-(2**31), 2**31, (50_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
@@ -99,6 +100,7 @@ def test_halves_are_split_and_joined_bit_for_bit_as_by_precision_py(interpreted,
     assert torch.equal(joined.view(torch.int32), join(working, low).view(torch.int32))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd"])
 def test_an_update_is_within_a_few_units_of_the_last_place_of_the_eager_lines(interpreted, name, dtype):
@@ -119,6 +121,7 @@ def test_the_comparison_sees_a_wrong_rule(name):
     assert fused.largest_ulps(CPU, name, torch.bfloat16, rule=late)["weight"] > fused.MOST_ULPS
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name, dtype):
@@ -143,6 +146,7 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
     assert all(torch.equal(state[key], states[key]) for key in state)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("family", "precision", "optimizer", "arrangement"),
     [
@@ -162,6 +166,7 @@ def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, fami
 LEFT_OUT = [kernels for kernels in fused.TRIALS if kernels != Kernels.ALL]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpreted, family):
     """Two micro-batches, one of them at a time; four products a block for GPT-2, seven for Llama."""
@@ -200,6 +205,7 @@ def test_a_step_without_some_kernels_runs_only_the_others():
             assert operators <= ran if kernel not in left_out else not operators & ran, (left_out, kernel)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, family):
     """By the gradients of all parameters, as the first moments after a step: ||kernels - fp32|| is 0.90 to 1.03 times
@@ -223,6 +229,7 @@ def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, fa
 LOSSES = [(False, PLAINLY), (True, PLAINLY), (False, CAPPED), (True, CAPPED), (False, SCALED)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("words", "chunk", "with_bias", "function", "dtype"),
     [  # both types by turns
@@ -336,6 +343,7 @@ on_all_cards = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", ["_adamw", "_sgd", "_join_all", "_split_all"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kind", [2, 1, 0])
@@ -347,6 +355,7 @@ def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spil
     assert accesses and all("global" in what and ".v4.b32" in width for what, width in accesses), accesses
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("capped", [False, True])
 @on_all_cards
 def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling(
@@ -415,6 +424,7 @@ def one_size(monkeypatch):
     monkeypatch.setattr(fused, "norm_error", partial(fused.norm_error, rows=16))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "wrong", "left_out", "said"), [
     ("join", lambda real, *given: (given[2].copy_(given[0]), None)[1], Kernels.ALL,
      "a kernel splits or joins weights otherwise"),

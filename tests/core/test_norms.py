@@ -71,6 +71,7 @@ def test_a_module_that_computes_anything_else_is_none(module):
     assert rule_of(module) is None
 
 
+@pytest.mark.quick(32)
 @pytest.mark.parametrize("rows", [1, LEAST_ROWS + 1, 37, None])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str)
 @named
@@ -146,6 +147,7 @@ def test_a_norm_writes_16_bit_only_for_products_of_its_block(uses, in_one_block,
 ALL_ADDED = {"opt_projected"}  # whose norms are all read by sums
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_every_family_with_norms_writes_some_of_them_in_16_bit(family):
     """Seen to fail for mixtures of experts, whose products take 16 bit only, and for GPT-Neo, which mixes devices."""
@@ -201,6 +203,7 @@ def test_norms_whose_output_is_added_to_the_residual_stream_stay_in_its_dtype(fa
     assert added == ADDED[family]
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_a_models_buffers_are_as_without_kernels(family):
     """Seen to fail: GPT-J and CodeGen lost their positions to the meta device, and no GPU could train them."""
@@ -232,6 +235,7 @@ def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
     assert y.shape == (2, 3, 16) and all(parameter.grad.shape == (16,) for parameter in module.parameters())
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("width", [1280, 4096, 8192])
 @pytest.mark.parametrize("with_sum", [False, True], ids=["", "with a sum"])
 @pytest.mark.parametrize("name", ["_normalize", "_normalize_backward"])

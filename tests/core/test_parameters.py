@@ -82,6 +82,7 @@ def test_an_untied_head_is_the_final_units_own():
     assert store.parameter_count == sum(p.numel() for p in tiny_model("llama").parameters())
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("run_elements", [2**20, 50])
 @pytest.mark.parametrize("states_on_gpu", [0, 2, 99])
 @pytest.mark.parametrize("dtype", DTYPES)

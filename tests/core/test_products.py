@@ -78,6 +78,7 @@ ALL_FAMILIES = FAMILIES | MORE_FAMILIES | ENCODER_DECODERS
 EXPERTS_ALONE = {"mixtral", "olmoe"}  # the last product is one of all experts together
 
 
+@pytest.mark.quick(28)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_layer_is_found_in_each_block_but_where_a_norm_comes_last(family, precision):

@@ -108,6 +108,7 @@ def test_a_group_takes_what_fits_into_as_many_full_micro_batches(positions, layo
     assert [index for group in groups for index in range(len(positions))[group]] == list(range(len(positions)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("llama", "bf16")])
 def test_placement_and_order_change_no_bit_of_ragged_batches(family, precision):
     """Dropout is on: a mask belongs to its micro-batch, whatever the order in which these run."""

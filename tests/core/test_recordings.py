@@ -44,6 +44,7 @@ def train(family: str, repeats: bool, rows=8, change=UNCHANGED, **kind):
     return outcome, step
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", sorted(ALL_FAMILIES, key=lambda name: name not in ("gpt2", "llama", "mixtral")))
 def test_repeating_a_segment_changes_no_bit(family):
     """Twelve micro-batches, so that most are repeated; with dropout where the family has it."""
@@ -54,6 +55,7 @@ def test_repeating_a_segment_changes_no_bit(family):
     assert found and all((type(one) is Recording) == (family not in VALUES_DECIDE) for one in found)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("layout", [STREAMED, WEIGHTS_STREAMED, {"kept": 1 / 3, "group": 2}, {"kept": 4 / 3}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_repeating_changes_no_bit_wherever_numbers_are(precision, layout):
@@ -100,6 +102,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_user_changes_between_steps_counts(name):
     plain, _ = train("gpt2", repeats=False, change=CHANGES[name])

@@ -39,6 +39,7 @@ def letters(calls) -> str:
     return "".join("S" if call.norm else names[call.function] for call in calls if call.changed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("residual", ["fp32", "16bit"])
 def test_the_calls_that_are_changed_are_the_blocks_sums_with_their_dropouts_and_norms(residual):
     expected = {
@@ -79,6 +80,7 @@ def outcome(decoder: Decoder, index: int, hidden: Tensor, extras: list) -> list[
 TWO_NORMS = {"gpt_neox", "falcon"}  # whose gradients are added in another order
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", ALL)
 def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpreted, family):
     decoder = make_decoder(with_dropout(ALL[family](), 0.0), "bf16", "fp32", Kernels.ALL)
@@ -97,6 +99,7 @@ def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpre
                 assert (one is other is None) or torch.equal(one, other)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "t5"])
 def test_a_second_run_of_a_block_has_the_same_masks_and_another_seed_others(interpreted, family):
     decoder = make_decoder(with_dropout(ALL[family](), 0.3), "bf16", "fp32", Kernels.ALL)
@@ -121,6 +124,7 @@ UNITS = {FP32: 2**-22, BF16: 2**-8, FP16: 2**-11}  # of one rounding
 RULES = {"LayerNorm": Rule(1e-5, 0.0, True), "RMSNorm": Rule(1e-6, 1.0, False)}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
@@ -166,6 +170,7 @@ def close(found: Tensor, truth: Tensor, unit: float) -> None:
     assert ((found - truth).abs() <= 1.01 * unit * truth.abs() + 1e-6 * truth.abs().max()).all()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("columns", [4, 24, 1280])
 def test_dropout_leaves_out_a_share_p_of_the_numbers_independently(interpreted, columns):
     p, x = 0.2, torch.zeros(4000 // columns + 40, columns)
@@ -330,6 +335,7 @@ def test_a_sum_whose_norm_nobody_reads_has_a_gradient(interpreted):
     assert torch.equal(x.grad, gradient) and torch.equal(branch.grad, gradient.to(BF16)) and not weight.grad.any()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 @test_fused.on_all_cards
 def test_a_sum_without_a_norm_compiles_for_cards_and_moves_16_bytes_at_a_time(compiled, capability, kind, forward):

@@ -192,6 +192,7 @@ HAVE = set("llama gpt_neox qwen2 qwen3 mistral gemma gemma2 gemma3_text smollm3 
 WITHOUT, OTHER_PAIRS = ("gpt2", "opt", "bloom"), ("gptj", "cohere", "glm", "helium", "nanochat", "deepseek_v2")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("family", sorted({*HAVE, *WITHOUT, *OTHER_PAIRS}))
 def test_families_that_rotate_halves_use_the_kernel(family):
     def rotaries(*kind) -> int:
@@ -203,6 +204,7 @@ def test_families_that_rotate_halves_use_the_kernel(family):
     assert not rotaries("bf16", "fp32", Kernels.NONE) and not rotaries("fp32", "fp32", Kernels.ALL)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("shape", [(32, 8, 128), (40, 8, 128), (56, 8, 128), (14, 2, 64)], ids=str)
 @test_fused.on_all_cards
 def test_the_kernel_compiles_for_cards_and_moves_8_or_16_bytes_of_queries_at_a_time_without_spilling(

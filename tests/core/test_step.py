@@ -127,6 +127,7 @@ def plain_outcome(kind: str, clipped: bool) -> Outcome:
     return outcome
 
 
+@pytest.mark.quick(49)
 @pytest.mark.parametrize("name", EVERY_LAYOUT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_placement_and_order_change_no_bit(kind, name):
@@ -137,6 +138,7 @@ def test_placement_and_order_change_no_bit(kind, name):
     assert train(make_batches(4), **KINDS[kind] | PLAIN | case).differences(plain) == []
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("piece", [256, 1024])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -159,6 +161,7 @@ WATCHED = {
 }  # by what becomes of gradients in backward
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("fate", "family", "precision"),
     [
@@ -238,6 +241,7 @@ def test_micro_batch_sizes_agree_but_for_the_order_of_summation():
             assert deviation < 1e-3, (name, deviation)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "granite", "cohere", "mixtral"])
 def test_fp32_follows_plain_transformers_and_torch_adamw(family):
     """Largest relative deviation of 30 losses: 1.7e-7 measured, three roundings of the loss itself; 1e-6 allowed. Gemma
@@ -268,6 +272,7 @@ def distances_from_fp32(family: str, seeds: int) -> dict[str, float]:
     return distance
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("family", "seeds"), [("gpt2", 1), ("gpt2", 3), ("llama", 3)])
 def test_bf16_is_as_close_to_fp32_as_plain_autocast(family, seeds):
     """Mean distance of the loss curve from fp32's against that of fp32 weights under torch.autocast, over 30 steps of
@@ -458,6 +463,7 @@ def test_an_update_in_fp16_is_that_of_fp32_but_for_rounding(clip_norm):
     assert torch.linalg.vector_norm(moved["fp16"] - moved["fp32"]) < 0.01 * torch.linalg.vector_norm(moved["fp32"])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kept", [{"segment_blocks": 2}, {"kept": 4}, {"kept": 99}])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_packed_documents_train_as_in_rows_of_their_own(family, kept):
@@ -553,6 +559,7 @@ class AbandonedAt:
         return self.asked == self.place
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "kind",
     [

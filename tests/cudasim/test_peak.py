@@ -394,6 +394,7 @@ def test_nothing_of_the_simulation_is_left_behind():
     assert model.first.weight.grad is not None
 
 
+@pytest.mark.exhaustive
 def test_the_example_in_docs_runs_as_it_stands():
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text("utf-8"), re.DOTALL)[1]
     assert "cuda_peak" in code

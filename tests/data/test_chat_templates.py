@@ -108,11 +108,13 @@ def test_the_table_has_every_template():
     assert sorted(TRAINED) == ORIGINAL and len(TEMPLATES) > 55
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_the_template_of_a_real_model_trains_every_answer_and_its_end(name):
     assert trained_pieces(name, CHAT) == TRAINED[name]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if "strftime_now" not in TEMPLATES[name]])
 def test_the_whole_text_is_what_transformers_writes(name):
     tokenizer = tokenizer_of(TEMPLATES[name])
@@ -131,6 +133,7 @@ def test_a_template_whose_special_tokens_are_plain_text_to_the_tokenizer_trains_
     assert [text for text, trained in segments if trained] == TRAINED[name] and not answers.notes
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refused(name):
     if name in NO_TOOLS:
@@ -142,6 +145,7 @@ def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refus
     assert "They are 5." in answer and "add" not in answer
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", TRAINING)
 def test_generation_marks_in_a_template_are_the_labels(tmp_path, name):
     tokenizer = tokenizer_of(TEMPLATES[name])

@@ -86,6 +86,7 @@ def test_a_batch_of_full_rows_of_text_is_the_same_whatever_pack_says():
                     assert mine is theirs is None or torch.equal(mine, theirs)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("pack", [PADDED, SORTED, PACKED])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("lengths", [LENGTHS, [64] * 4, [1, 1, 1], [20]], ids=["many", "full", "one token", "one row"])

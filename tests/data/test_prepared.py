@@ -135,6 +135,7 @@ def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path
     assert the_same(whole, prepare(None, tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
     """12 MB in one text of each shape, tokenized in a separate process."""
     gpt2_tokenizer.save_pretrained(tmp_path / "model")
@@ -176,6 +177,7 @@ def test_an_array_in_a_file_is_read_by_slices(tmp_path):
     assert (len(part), part[1:3].tolist(), part[4:99].tolist()) == (5, [3, 4], [6])
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("option", "needed_mib"), [({}, 32), ({"eval_data": "b.txt"}, 16), ({"eval_fraction": 0}, 16)])
 @pytest.mark.parametrize("free_after_mib", [0, 3, 6])
 def test_a_disk_that_is_too_small_for_the_tokens_is_refused_before_it_is_full(

@@ -62,6 +62,7 @@ def joins_at_the_seam(kind: str, prompt: str) -> bool:
     return (kind, prompt) in {("t5", "no?  "), ("wordpiece", "ﬁ")}  # spaces in a row are one; an unknown word is one
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("kind", "begins", "ends"), ALL)
 def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, tmp_path):
     of = of_kind(kind, begins, ends)
@@ -76,6 +77,7 @@ def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, 
             assert first == before + len(given), (prompt, completion)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 @given(TEXTS, st.lists(st.integers(0, 600), max_size=5))
 @settings(deadline=None, max_examples=15)

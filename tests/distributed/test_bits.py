@@ -43,6 +43,7 @@ RANKS = [(ranks, None, name) for ranks in (2, 4) for name in CASES]
 MACHINES = [(4, 2, name) for name in ("bf16", "kept", "a rank has no micro-batch", "no clipping, applied")]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("ranks, sharing, name", [*RANKS, *MACHINES, (6, 2, "states and gradients in RAM")])
 def test_ranks_train_as_one_process_that_sums_in_as_many_parts(trained, monkeypatch, ranks, sharing, name):
     monkeypatch.setattr(parameters, "PIECE", 4096)
@@ -66,6 +67,7 @@ def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["untied", "fp32"])
 def test_losses_are_those_of_one_process_but_for_rounding(trained, name):
     step, store = CASES[name].step()
@@ -93,6 +95,7 @@ def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(trained, name):
     assert calls.keys() == {"alltoall_base_"}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent_are_those_of_weights_and_gradients_for_any_number_of_micro_batches(trained, name, ranks):

@@ -28,6 +28,7 @@ def by_ranks(folder: Path, ranks: int, case: str, stored: Path | None) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["bf16, untied", "8-bit states", "fp32"])
 def test_checkpoints_pass_between_numbers_of_ranks_bit_for_bit(tmp_path, case):
     one = tmp_path / "one"

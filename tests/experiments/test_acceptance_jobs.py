@@ -109,6 +109,7 @@ def test_what_ends_one_job_does_not_end_the_next(tmp_path, made_up, capfd):
     assert "not so: two is three" in printed[4]
 
 
+@pytest.mark.exhaustive
 def test_a_case_that_fails_hangs_or_is_killed_does_not_hide_those_after_it(tmp_path, made_up):
     good, found = run(tmp_path, job("cases"), job("dies_before_any_case"))
     assert not good
@@ -128,6 +129,7 @@ def test_a_case_that_fails_hangs_or_is_killed_does_not_hide_those_after_it(tmp_p
     assert "between cases" in rows_of["dies_before_any_case"]["error"], "begun once more, it would end so for ever"
 
 
+@pytest.mark.exhaustive
 def test_a_jobs_plan_decides_how_long_it_may_take(tmp_path, made_up):
     good, found = run(tmp_path, job("long_by_its_plan", seconds=5))
     assert good, found
@@ -159,6 +161,7 @@ def test_jobs_for_which_no_time_is_left_say_so(tmp_path, made_up):
     assert [row["error"] for row in found] == ["skipped: out of time"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_job_too_and_the_rows_stay(tmp_path, made_up, number):
     program = f"""

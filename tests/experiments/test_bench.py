@@ -15,6 +15,7 @@ def test_no_case_lacks_a_row():
     assert timed == {(busy, spin) for busy in threads.BUSY for spin in threads.SPIN_COUNTS}
 
 
+@pytest.mark.exhaustive
 def test_threads_wait_as_asked_next_to_other_processes(tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.jsonl"
     options = ["--busy", "1", "--spin", "0", "lowmem", "--steps", "3", "--rounds", "1"]
@@ -47,6 +48,7 @@ def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch
     assert "before" not in row_file.read(out)[1] and asked[4:] == [("load", run.ROOT)] * 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", cases.IN_PROCESS)
 def test_a_case_does_its_work_and_the_plain_work(case, tmp_path, monkeypatch, capsys):
     """On the demo's model, whose step is a matter of milliseconds."""

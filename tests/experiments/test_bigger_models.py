@@ -102,6 +102,7 @@ def test_a_slice_is_trained_with_its_states_on_a_disk(tiny, tmp_path, capsys):
 # --- plans
 
 
+@pytest.mark.exhaustive
 def test_a_slice_of_t5_is_trained_by_its_recipe(tmp_path, monkeypatch):
     shape = SHAPES["t5-11b"]
     narrow = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 257, "num_layers": 2}
@@ -113,6 +114,7 @@ def test_a_slice_of_t5_is_trained_by_its_recipe(tmp_path, monkeypatch):
     assert train_t5.SETTINGS.target_tokens == 512
 
 
+@pytest.mark.exhaustive
 def test_plans_and_refusals_become_rows_and_are_not_made_again(tiny, tmp_path, monkeypatch, capsys):
     cases = [
         plans.Case("gpt-j-6b", "600MiB", "none", "rtx3090", seq=32, batch=1),

@@ -234,6 +234,7 @@ def test_a_small_model_is_trained_and_compared(small_run):
     assert {"samples.html", "samples.txt"} <= {path.name for path in compare.Path(folder).iterdir()}
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_there_is_trained_and_compared(small_run, tmp_path, capsys):
     """Seen to fail: only a model of random weights could be trained."""
     options, report = small_run
@@ -278,6 +279,7 @@ def test_weights_that_were_cut_off_are_said_in_a_sentence(small_run, tmp_path, c
     assert f"the weights of {cut} are truncated or corrupt" in capsys.readouterr().err
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "other, said",
     [
@@ -301,6 +303,7 @@ def test_a_refused_command_leaves_a_finished_run_as_it_is(small_run, other, said
     assert content() == before
 
 
+@pytest.mark.exhaustive
 def test_the_same_command_after_the_end_says_the_same(small_run):
     options, report = small_run
     assert compare.main(options) == 0
@@ -310,6 +313,7 @@ def test_the_same_command_after_the_end_says_the_same(small_run):
     assert found["training"] | {"seconds": 0} == report["training"] | {"seconds": 0}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_training_that_a_signal_ends_is_saved(tmp_path, number):
     words = [*SMALL, "--steps", "100000", "--out", str(tmp_path)]

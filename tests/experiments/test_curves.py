@@ -114,6 +114,7 @@ def test_a_folder_keeps_no_picture_of_an_older_run(tmp_path):
     assert not (tmp_path / "curves.png").exists() and (tmp_path / "timeline.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.exhaustive
 def test_the_defaults_learn():
     """Seen to fail: 30 steps at 1e-3 ended at a loss of 1.90, where chance is 2.30. Here the first 60 steps."""
     words = ["--stages", "1", "--steps", "60", "--balance", "layers"]
@@ -153,6 +154,7 @@ def test_every_schedule_and_one_process_are_in_one_picture(tmp_path, monkeypatch
     assert "gpipe: loss 2.00 to 1.00, test accuracy 50.0%" in said.out and "8 of 8" in said.err
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_pipeline_learn_as_one_process(tmp_path):
     monkeypatched = {"learning": ("1f1b", curves.ONE)}
     with pytest.MonkeyPatch.context() as patch:
@@ -165,6 +167,7 @@ def test_ranks_of_a_pipeline_learn_as_one_process(tmp_path):
 # --- tensor parallelism
 
 
+@pytest.mark.exhaustive
 def test_ranks_and_one_process_are_in_one_picture(tmp_path, monkeypatch, capsys):
     def trained(job, name):
         alone = tensor_worker.reference(job)

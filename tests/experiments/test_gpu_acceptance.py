@@ -89,6 +89,7 @@ def in_this_process(job: Job, folder: Path) -> int:
     return child.run(program.task_of(job, folder / "rows.jsonl", scratch, shared | program.of_job(job, True), "cpu"))
 
 
+@pytest.mark.exhaustive
 def test_every_section_leaves_valid_rows(dry_run):
     folder, found = dry_run
     assert {name.split("/")[0] for name in IN_THE_DRY_RUN} == {job.section for job in JOBS}
@@ -99,6 +100,7 @@ def test_every_section_leaves_valid_rows(dry_run):
     assert {row["section"] + "/" + row["name"] for row in found} >= set(IN_THE_DRY_RUN)
 
 
+@pytest.mark.exhaustive
 def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
     folder, found = dry_run
     row = next(row for row in found if row["name"] == "large exact")
@@ -119,6 +121,7 @@ def test_a_training_row_has_speed_and_peaks_beside_the_plans(dry_run):
     assert eight["values"]["choice"]["state_bits"] == 8 and eight["checks"]["ram_peak_bytes under the cap"]
 
 
+@pytest.mark.exhaustive
 def test_a_runs_life_is_compared_bit_for_bit_and_its_verdict_is_a_row(dry_run):
     _, found = dry_run
     last = next(row for row in found if row["name"] == "life")
@@ -145,6 +148,7 @@ def test_runs_that_differ_in_a_bit_or_are_not_there_are_found(tmp_path):
     assert life.differences(tmp_path / "none", tmp_path / "none") == ["there is nothing to compare"]
 
 
+@pytest.mark.exhaustive
 def test_the_updates_cost_and_a_timeline_lie_beside_the_rows(dry_run):
     folder, found = dry_run
     values = next(row["values"] for row in found if row["name"] == "large exact: update")
@@ -177,6 +181,7 @@ def test_a_large_element_wise_kernel_is_predicted_at_the_speed_of_memory(name, b
     assert seconds == pytest.approx(bytes_per_number * size / speed, rel=0.04)
 
 
+@pytest.mark.exhaustive
 def test_plans_rows_compare_peaks_caps_and_choices(dry_run):
     _, found = dry_run
     peaks = [row["values"] for row in found if row["name"].startswith("step: tiny")]
@@ -192,6 +197,7 @@ def test_plans_rows_compare_peaks_caps_and_choices(dry_run):
     assert chosen["completed"] == chosen["choices"] == 3 and chosen["seconds_over_fastest"] >= 1
 
 
+@pytest.mark.exhaustive
 def test_denominator_and_memory_rows_say_what_tables_need(dry_run):
     _, found = dry_run
     best = next(row["values"] for row in found if row["section"] == "denominator" and row["name"] == "large")
@@ -210,6 +216,7 @@ def test_denominator_and_memory_rows_say_what_tables_need(dry_run):
         assert summed["models"] == 2 and summed["lowest_error"] <= summed["highest_error"]
 
 
+@pytest.mark.exhaustive
 def test_the_command_runs_a_job_in_its_own_process(tmp_path):
     words = ("--dry-run", "--out", str(tmp_path), "--only", "correctness/kernels")
     done = python("-m", "experiments.gpu_acceptance", *words)
@@ -265,6 +272,7 @@ def test_the_bars_are_those_of_the_issue(allocated, reserved, missed):
     assert [name for name, met in plans.bars(allocated, reserved).items() if not met] == missed
 
 
+@pytest.mark.exhaustive
 def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, monkeypatch):
     setting, found = recorded
     really = plans.measure
@@ -453,6 +461,7 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
 # --- denominator and memory: what the dry run cannot show
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("speeds", "tried", "best"), [
     ([1.0, 1.9, 3.5, 5.0, 6.0, 6.5], 6, 32), ([1.0, 3.0, 2.9, 2.8, 9.0], 4, 2), ([1.0, 3.0, 2.9, 3.1, 3.0, 2.9], 6, 8),
     ([1.0, 2.0, None], 3, 2), ([None], 1, None),
@@ -497,6 +506,7 @@ def test_every_model_of_the_memory_jobs_has_a_config_without_a_network(monkeypat
             assert sum(p.numel() for p in build_model(config).parameters()) == parameters[name]
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_a_plan_and_one_that_runs_out_of_memory_are_rows(recorded, monkeypatch):
     setting, found = recorded
     setting = dataclasses.replace(setting, dry_run=True, gpu_limit_bytes=64 * MIB)  # less than CUDA's workspaces

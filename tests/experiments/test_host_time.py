@@ -71,6 +71,7 @@ def test_a_case_runs_on_a_device_and_makes_its_row(case):
     assert by_hand["least_wall_us"] == pytest.approx(5e3 / CALLS)
 
 
+@pytest.mark.exhaustive
 def test_a_step_counts_more_operations_with_more_blocks():
     target = run.without_gpu_time(gpu_target(CARDS["rtx3060"], Kernels.ALL))
     (first, _), (second, _), (third, operations) = (

@@ -77,6 +77,7 @@ def really_allocated(config) -> int:
     return tape_of_cpu(lambda: measure.run_plain(config, SEQ, BATCH, "fp32", CPU))[0].peak_bytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", TINY)
 def test_the_tape_of_the_ordinary_step_is_what_the_profiler_sees_on_the_cpu(family):
     simulated = record_plain(TINY[family](), SEQ, BATCH, "fp32", cpu_target()).peak_bytes()
@@ -123,6 +124,7 @@ def test_under_autocast_activations_shrink_and_weights_do_not():
 # --- rows under a cap
 
 
+@pytest.mark.exhaustive
 def test_plain_rows_double_until_one_does_not_fit():
     found = list(estimate.plain_rows(TINY["llama"](), 64, "fp32", A100, 60 * MIB))
     assert [row["batch"] for row in found] == [2**power for power in range(len(found))]
@@ -138,6 +140,7 @@ def shared():
         yield
 
 
+@pytest.mark.exhaustive
 def test_a_row_of_lowmems_is_the_planners_choice_or_the_smallest_cap(shared):
     roomy = estimate.lowmem_row(TINY["llama"](), 64, 4, 16 * GIB, A100)
     assert roomy["fits"] and roomy["allocated_peak_bytes"] <= roomy["reserved_peak_bytes"]
@@ -181,6 +184,7 @@ def test_accelerates_answer_is_four_times_the_weights_in_fp32():
 # --- the program
 
 
+@pytest.mark.exhaustive
 def test_the_program_writes_rows_a_report_and_a_picture(tiny, shared, tmp_path, monkeypatch, capsys):
     # Another process would not have the test's patches.
     monkeypatch.setattr(run, "ProcessPoolExecutor", lambda *_, **__: nullcontext(SimpleNamespace(map=map)))

@@ -63,6 +63,7 @@ def test_what_is_held_besides_is_counted_from_the_shapes():
         assert sum(run.held.values()) == 4 * run.micro_batch * run.seq * words
 
 
+@pytest.mark.exhaustive
 def test_every_run_has_a_row_and_a_cheap_one_is_predicted_anew():
     committed = {row["name"]: row for row in row_file.read(RESULTS / NAME)}
     assert committed.keys() == RUNS.keys()

@@ -126,6 +126,7 @@ def test_all_lengths_are_in_a_class_as_wide_as_its_longest_and_each_token_once()
     assert Documents([3, 9, 20, 1]).classes.shapes == [(4, 20)]  # not worth more
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ragged.KINDS)
 def test_samples_are_real_text_of_real_lengths(kind):
     samples = ragged.read_samples(kind, 40)
@@ -154,6 +155,7 @@ def test_samples_are_the_rows_of_a_file(tmp_path):
 SEED_COMMAND = "--num_samples 6 --batch_size 4 --device cpu --num_workers 0 --use_warmup"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["", "--use_nested", "--mode packed", "--mode bucketed"])
 def test_the_seeds_command_runs_in_every_mode(monkeypatch, tmp_path, capsys, mode):
     monkeypatch.setattr(ragged, "SHAPES", {name: _whole_vocabulary(config) for name, config in SHAPES.items()})
@@ -170,6 +172,7 @@ def test_the_seeds_command_runs_in_every_mode(monkeypatch, tmp_path, capsys, mod
 FEW = ["--num_samples", "6", "--batch_size", "4", "--rounds", "2"]
 
 
+@pytest.mark.exhaustive
 def test_stages_are_timed_drawn_and_add_up_to_the_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(ragged, "SHAPES", {name: _whole_vocabulary(config) for name, config in SHAPES.items()})
     rows = tmp_path / "rows.jsonl"
@@ -227,6 +230,7 @@ def test_outputs_are_counted_by_value_and_by_distance():
     assert eval.distribution(broken, expected)["distances"][-1] == 1
 
 
+@pytest.mark.exhaustive
 def test_one_command_makes_rows_tables_and_all_pictures(monkeypatch, tmp_path, capsys):
     small = {name: _whole_vocabulary(config) for name, config in SHAPES.items()}
     monkeypatch.setattr(ragged, "SHAPES", small)
@@ -270,6 +274,7 @@ def test_a_stage_has_the_time_of_its_modules(monkeypatch):
     assert seconds == {"embedding": 2, "attention": 2, "MLP": 2, "head, loss": 2, "norms, sums": 7, "backward": 1}
 
 
+@pytest.mark.exhaustive
 def test_the_peak_of_each_mode_is_that_of_a_process_of_its_own(monkeypatch, tmp_path, capsys):
     """The real command once, the rest of its rows from that: the shapes are real in a separate process."""
     found = None

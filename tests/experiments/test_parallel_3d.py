@@ -60,6 +60,7 @@ def test_samples_of_replicas_and_micro_batches_make_the_batch():
 # --- theory
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("model, tied", [("gpt2", True), ("llama", False)])
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_theory_knows_the_parameters_of_the_whole_model(model, tied, stages):
@@ -84,6 +85,7 @@ def test_theory_divides_what_is_sent():
 # --- equality
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("words", [
     "--model gpt2 --pp 2 --tp 2 --dp 2", "--model llama --pp 2 --tp 2 --dp 2 --schedule gpipe --dropout 0.1",
     "--model gpt2 --pp 4 --tp 1 --dp 2 --dropout 0.1 --batch 9 --schedule zb-h1",
@@ -102,6 +104,7 @@ def test_a_mesh_trains_as_one_process(words):
     assert report["off_theory_bytes"] == 0 or not divides
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fault", mesh.FAULTS)
 def test_a_fault_is_seen(fault):
     """Seen as weights that differ from one process's, far beyond rounding."""
@@ -135,6 +138,7 @@ def test_a_training_that_diverges_is_exit_code_1(tmp_path, capsys, monkeypatch):
     assert "the training diverged" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_copies_that_differ_are_named(tmp_path, capsys, monkeypatch):
     told = mesh.trained(job("--pp 1 --tp 1 --dp 2"))
     told[1].weights["transformer.ln_f.bias"][3] += 1e-15
@@ -147,6 +151,7 @@ def test_copies_that_differ_are_named(tmp_path, capsys, monkeypatch):
     assert run.main(words.split()) == 1 and "DIFFER: transformer.ln_f.bias" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_command_starts_its_processes(tmp_path, capsys):
     words = f"--pp 2 --tp 2 --dp 1 --steps 2 --batch 4 --micro-batches 2 --seq 16 --compare --out {tmp_path}"
     assert run.main(words.split()) == 0

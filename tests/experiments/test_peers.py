@@ -207,6 +207,7 @@ def test_how_an_attempts_process_ends_is_told(reference, tmp_path, monkeypatch, 
 # The command, its rows and tables.
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_is_missing_has_a_row_and_does_not_stop_the_next(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "machine_here", lambda: MACHINE)
     monkeypatch.setattr(run, "DATA", str(text))

@@ -84,6 +84,7 @@ def test_activations_in_flight_and_versions_of_weights_are_those_of_the_papers(p
     assert checked("1f1b", p, m).weight_versions == [1] * p
 
 
+@pytest.mark.quick(40)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -285,6 +286,7 @@ def assert_equal_to_one_process(job: Job, found: dict[str, torch.Tensor]) -> Non
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name, ranks, chunks", [
     *((name, ranks, 1) for name in SCHEDULES for ranks in (1, 2, 4)), ("interleaved", 4, 2), ("gpipe", 2, 3),
@@ -392,6 +394,7 @@ def test_a_list_in_an_array_is_the_list():
 # --- the command, with real processes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [
     "--schedule zb-h1 --stages 2 --task gpt2 --clip 0.5 --batch 7",
     "--schedule interleaved --stages 2 --chunks 2 --norm batch --recompute", "--schedule pipedream-vs --stages 2",
@@ -413,6 +416,7 @@ def test_real_processes_leave_the_bits_of_one(options, tmp_path, capsys):
     assert "bit for bit equal" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
     """A run for each kind of row; a killed command leaves nothing, and says so."""
     case = "--stages 2 --schedule pipedream --micro-batches 2 --steps 2"
@@ -462,6 +466,7 @@ def test_no_rank_waits_in_steady_state(name):
     assert steady_bubble_of(checked("gpipe", 4, 2).spans) is None
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_ends_all_and_is_named(tmp_path, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(group, "_started", lambda *a, real=group._started: started.append(real(*a)) or started[-1])
@@ -477,6 +482,7 @@ def test_a_process_that_is_killed_ends_all_and_is_named(tmp_path, monkeypatch, c
     assert all(process.exitcode is not None for process in started) and not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         run, "train", lambda job, checked, real=run.train: real(replace(job, task="no such task"), checked)
@@ -485,6 +491,7 @@ def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("no such task") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_fails_while_others_wait_for_it_is_the_cause(tmp_path, monkeypatch, capsys):
     """The last stage lacks its last layer, so its first loss fails while its neighbour waits for a gradient."""
     train = run.train
@@ -494,6 +501,7 @@ def test_a_stage_that_fails_while_others_wait_for_it_is_the_cause(tmp_path, monk
     assert said.startswith("error: rank 1 failed: ") and said.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["gpt2", "digits"])
 def test_a_training_that_diverges_is_no_success(task, tmp_path, capsys):
     """Seen to fail: exit code 0, and "weights bit for bit equal", since NaN is like NaN."""
@@ -505,6 +513,7 @@ def test_a_training_that_diverges_is_no_success(task, tmp_path, capsys):
     assert report["diverged"].startswith("the training diverged: ") and report["losses"]["1f1b"][-1] is None
 
 
+@pytest.mark.exhaustive
 def test_a_row_of_a_training_that_diverged_says_so(tmp_path, monkeypatch, capsys):
     """Seen to fail: NaN ended the measurement in a traceback after the training."""
     words = "--stages 1 --steps 4 --learning-rate 1e5 --compare --task digits --schedule pipedream"

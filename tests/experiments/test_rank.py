@@ -151,6 +151,7 @@ def test_fsdp2_holds_one_units_parameters_twice_while_they_are_gathered():
     assert {stream for stream, *_ in record("ddp", 4).operations} == {0}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method, few, many", [("fsdp2", 2, 8), ("tp", 2, 4), ("dp+tp", 4, 8)])
 def test_peaks_fall_as_ranks_grow(method, few, many):
     less, more = (rank_peak(gpt2(), method, ranks, 2, T) for ranks in (many, few))
@@ -197,6 +198,7 @@ def test_what_cannot_be_divided_is_refused_by_name():
             rank_peak(gpt2(), method, ranks, 1, T)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_six_blocks_allocate_what_four_say_to_the_last_operation(method):
     accumulation = 2 if method == "fsdp2" else 1
@@ -206,6 +208,7 @@ def test_six_blocks_allocate_what_four_say_to_the_last_operation(method):
     assert stretched(short.placed, 6) == record_blocks(*case, 6).operations
 
 
+@pytest.mark.exhaustive
 def test_a_stretched_recording_has_the_peaks_and_the_seconds_of_a_whole_one(monkeypatch):
     config = gpt2(n_layer=6)
     whole = peak_of(record_blocks(config, "ddp", 4, 2, T, RTX3090, 2, 6), "ddp", 4, 2)
@@ -291,6 +294,7 @@ def test_the_process_group_is_gone_afterwards_and_a_strange_one_is_left_alone():
     assert not dist.is_initialized()
 
 
+@pytest.mark.exhaustive
 def test_two_real_processes_peak_where_the_simulation_says():
     """PyTorch's own DistributedDataParallel and fully_shard train real tensors over gloo; the most that is alive in a
     steady step is what the simulation has, within a few scalars.

@@ -84,6 +84,7 @@ def as_committed(found: dict, row: dict, *names: str) -> None:
     assert {name: found[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=WITHIN)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["lowmem", "fp32"])
 def test_memory_estimation_predicts_what_its_row_says(method):
     config, card = MODELS["gpt2"].config(), CARDS["a100"]
@@ -102,6 +103,7 @@ def test_every_case_has_a_committed_plan(program):
     assert {row["name"] for row in rows} == {case.name for case in program.CASES}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("program", "begins"), [
     (today, "GPT-2-Large, RTX 3090"), (published, ""), (plans, "gpt2, 24GiB"), (scaling, "GPT-2-XL, 4 x rtx3090"),
 ])  # fmt: skip
@@ -121,6 +123,7 @@ def test_gpu_acceptance_predicts_what_its_row_says():
     as_committed(found.to_dict()["predicted"], row, *names)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["without any", "all", "without norms", "without sums", "without rotary"])
 def test_without_a_change_a_step_takes_what_its_row_says(way):
     """A step without a change takes longer than with all. If patching one had no effect, it would not."""

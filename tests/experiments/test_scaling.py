@@ -54,12 +54,14 @@ def test_each_of_more_cards_computes_for_a_shorter_time_and_sends_a_larger_share
             assert row["sent_bytes"] == pytest.approx(grown * fewer["sent_bytes"], rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_does_not_fit_says_why_and_its_cell_says_no(monkeypatch):
     monkeypatch.setattr(scaling, "RAM_LIMIT", "1GiB")
     row = planned(Case("GPT-2-XL", "rtx3060", 2))
     assert "does not fit" in row["error"] and scaling._cell({"name": ""} | row, None) == "no"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_at_a_drawn_moment_costs_no_bit(tmp_path):
     assert killed.main(["--kills", "1", "--seed", "4", "--rows", str(tmp_path / "rows.jsonl")]) == 0
     (row,) = read(tmp_path / "rows.jsonl")

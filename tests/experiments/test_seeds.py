@@ -62,6 +62,7 @@ def test_a_claims_command_exists_and_writes_to_its_folder():
             assert (ROOT / words[0]).is_file(), claim.name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["XL in 11 GiB", "three kinds"])
 def test_a_claim_holds(name, tmp_path):
     row = seeds.tried(next(claim for claim in CLAIMS if claim.name == name), tmp_path)

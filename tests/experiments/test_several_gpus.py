@@ -23,6 +23,7 @@ T = 64
 gpt2 = partial(test_rank.gpt2, **test_rank.DROPOUT)
 
 
+@pytest.mark.exhaustive
 def test_advice_is_the_largest_micro_batch_that_completes():
     limit_bytes = rank_peak(gpt2(), "ddp", 4, 2, T, accumulation=2).reserved_peak_bytes
     rows, sentence = advise(gpt2(), 4, CONTEXT_BYTES + limit_bytes, T, 32)
@@ -71,6 +72,7 @@ def test_figures_that_make_no_sense_are_refused(wrong):
         advise(gpt2(), **{"ranks": 2, "batch": 2, "seq": T, "card_bytes": GIB, **wrong})
 
 
+@pytest.mark.exhaustive
 def test_seconds_decide_on_a_card_and_are_told():
     card = CARDS["rtx3090"]
     rows, sentence = advise(gpt2(), 2, card.memory_bytes, T, 4, gpu_target(card))

@@ -88,6 +88,7 @@ def test_samples_that_come_apart_drop_what_they_drop_together():
     assert torch.equal(drop(x[2:5]), whole[2:5])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", ["mlp", "mlp-norm", "resnet", "gpt2", "llama"])
 def test_one_rank_is_the_ordinary_model(model):
     """Compares the cut layers, the loss and the clipping with transformers' and PyTorch's own."""
@@ -187,6 +188,7 @@ BOTH_REDUCED = {"forward": {"all-reduce": 2}, "backward": {"all-reduce": 2}}
 SCATTERED = {pass_: {"all-gather": 2, "reduce-scatter": 2} for pass_ in ("forward", "backward")}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options, of_a_block",
     [
@@ -228,6 +230,7 @@ def trained(words: str, **more) -> list[worker.RankResult]:
     return run.train(dataclasses.replace(run.planned(options), **more))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["gpt2", "llama --sequence-parallel"])
 def test_any_number_of_ranks_drops_the_same(model):
     words = f"--model {model} --seq 24 --steps 2 --batch 2 --dtype fp64 --dropout 0.2 --ranks"
@@ -251,6 +254,7 @@ def test_what_only_fills_up_the_vocabulary_is_not_trained(monkeypatch):
     assert len(after) == 260 and not after[257:].any() and (after != before)[:257].any(1).all()
 
 
+@pytest.mark.exhaustive
 def test_a_folder_goes_in_and_comes_out(tmp_path, capsys):
     """At a learning rate of 0 the saved model gives the logits of the folder, bit for bit, and has its tokenizer."""
     model = GPT2LMHeadModel(SMALL["gpt2"]).eval()
@@ -262,6 +266,7 @@ def test_a_folder_goes_in_and_comes_out(tmp_path, capsys):
     assert torch.equal(saved(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_diverges_is_no_success(tmp_path, capsys):
     words = "--model mlp --ranks 1 --steps 4 --learning-rate 0.3 --compare --out"
     assert run.main([*words.split(), str(tmp_path)]) == 1
@@ -272,6 +277,7 @@ def test_a_training_that_diverges_is_no_success(tmp_path, capsys):
 LONG = "--model mlp --ranks 1 --steps 60 --batch 64 --learning-rate 5e-3 --compare --out"
 
 
+@pytest.mark.exhaustive
 def test_rounding_that_grows_with_the_steps_is_no_difference(tmp_path, capsys):
     """Seen to fail: a loss that goes to zero was off by 5e-4 of itself, and 1e-5 was allowed after any steps."""
     assert run.main([*LONG.split(), str(tmp_path)]) == 0
@@ -280,6 +286,7 @@ def test_rounding_that_grows_with_the_steps_is_no_difference(tmp_path, capsys):
     assert "differ MORE" not in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, mistake", [("fp32", 1e-4), ("fp64", 1e-12)])
 def test_a_difference_beyond_rounding_is_exit_code_1(dtype, mistake, tmp_path, monkeypatch, capsys):
     """After as many steps a learning rate that is one part in 10,000 too large is found, in fp64 one in 10^12."""
@@ -313,6 +320,7 @@ def test_a_difference_that_is_no_number_is_too_large():
     assert rounding.too_large({"dtype": "fp64", "in_roundings": {"gradients": 99.0}}) == ["gradients"]
 
 
+@pytest.mark.exhaustive
 def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
     """A run for each kind of row, `parallelize_module` among them."""
     small = "--model llama --steps 1 --batch 2 --seq 16 --clip 0"

@@ -73,6 +73,7 @@ def test_half_a_model_moves_less_by_a_schedule_than_by_faults():
     assert by_faults(sizes, accesses, sum(sizes)).faults == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name, backward", [("gpt2-small", False), ("6x256x4", True), ("gpt2-small", True)])
 def test_a_larger_limit_moves_no_more_but_for_a_wider_window(name, backward):
     """Seen to fail: the tied embeddings left for a wider window, and all of them came again in every pass."""
@@ -192,6 +193,7 @@ def gradients(mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.exhaustive
 @needs_cpp
 @pytest.mark.parametrize("mode", ["attention", "mlp", "all"])
 def test_a_fused_model_is_the_stock_model(mode):
@@ -213,6 +215,7 @@ def test_fused_functions_are_the_stock_model_and_a_dropped_residual_would_be_fou
     assert not torch.allclose(gradients("all")[0], gradients("none")[0], rtol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_fused_model_generates_what_the_stock_model_does(tmp_path):
     """Behind the prompt, with a cache; the tokens differ from each other, so that a mistake would show."""
     words = ["--model", "3x64x4", "--seq", "40", "--generate", "12"]

@@ -38,6 +38,7 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
     assert after["micro_batch"] == 64 and after["recompute"], "free memory may change what is kept, not the result"
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now(train, tmp_path, monkeypatch):
     options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2", "--ram-limit", "8GiB"]  # plans it each time
     with stopped_in_step():
@@ -121,6 +122,7 @@ def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_trains(train, 
     assert 0 < beside < plan["beside_exported_weights"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("step", "said"), [(2, "training goes on"), (3, "the model is exported")])
 def test_a_checkpoint_that_does_not_fit_any_more_ends_neither_training_nor_the_export(
     finished, train, tmp_path, capsys, monkeypatch, step, said

@@ -93,6 +93,7 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
     assert_same_run(whole, parts)
 
 
+@pytest.mark.exhaustive
 def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     with memory_runs_out(range(SECOND_STEP, SECOND_STEP + ALL_MEASURES)), stopped_in_step(2):
@@ -170,6 +171,7 @@ def test_what_a_run_had_come_to_is_saved_when_an_evaluation_finds_no_memory(
         assert weights(out) == weights(finished)
 
 
+@pytest.mark.exhaustive
 def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_path, capsys, monkeypatch):
     """Seen to fail: it said that the config makes no model, with exit code 2 after a whole training."""
 

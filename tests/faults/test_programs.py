@@ -23,6 +23,7 @@ def rows(*arguments: str) -> list[dict]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
     kept = tmp_path / "rows.jsonl"
     (row,) = rows("tests.faults.sigkill", "--kills", "3", "--real", "1", "--steps", "4", "--record", str(kept))
@@ -32,6 +33,7 @@ def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
     assert (row["lost"], row["wrong_exits"], row["different_runs"]) == (0, 0, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a disk of its own")
 def test_a_run_on_a_disk_that_fills_up_loses_nothing():
     """With a model whose checkpoints are too small to find no room."""
@@ -40,6 +42,7 @@ def test_a_run_on_a_disk_that_fills_up_loses_nothing():
     assert (row["lost"], row["wrong_exits"], row["different_models"]) == (0, 0, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_nothing_that_is_typed_or_read_ends_in_a_traceback():
     found = rows("tests.faults.fuzz", "--examples", "4")

@@ -170,6 +170,7 @@ def disturbed(case: dict, *failures: int) -> tuple[Training, str, RunsOut]:
 # --- at any operation
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(name):
     """The step's own forward and backward, and the update of the one before, which waits in its forward pass. Once a
@@ -195,6 +196,7 @@ def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(name):
         assert any(waiting for _, waiting, _ in phases), "when the step before waits for its updates"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_memory_that_runs_out_within_updates_costs_no_bit(name):
     """At the operations of a whole step's updates, which `flush` makes."""
@@ -219,6 +221,7 @@ def test_memory_that_runs_out_within_updates_costs_no_bit(name):
 # --- the measures, one after the other
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [name for name in ARRANGEMENTS if "backward" not in name])
 def test_every_measure_but_the_last_costs_no_bit(name):
     """Memory runs out in attempt after attempt, until only the micro-batch can be smaller, or nothing."""

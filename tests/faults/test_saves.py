@@ -99,6 +99,7 @@ def newest(folder: Path, store: Store) -> tuple[Path | None, list[str]]:
 # --- what is in a file
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_bit_comes_back_wherever_the_states_lie(tmp_path, precision, optimizer):
@@ -171,6 +172,7 @@ def train(step: TrainingStep, first: int, last: int) -> list:
     return [step(make_batch(done, rows=2, seq=16), done, 1e-3 * (1 + step.updates)) for done in range(first, last)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [("fp32", "adamw"), ("bf16", "adamw"), ("fp16", "adamw"), ("bf16", "adamw8bit"), ("bf16", "sgd")],
@@ -256,6 +258,7 @@ SCENES = {  # steps saved before, the step being saved, keep_last
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["killed", "disk full", "interrupted"])
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_save_that_ends_at_any_stage_leaves_a_valid_checkpoint(tmp_path, monkeypatch, scene, how):
@@ -695,6 +698,7 @@ print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), stor
 """
 
 
+@pytest.mark.exhaustive
 def test_saving_and_loading_take_one_chunk_of_ram(tmp_path):
     run = python("-c", MEASURED, tmp_path)
     assert run.returncode == 0, run.stderr

@@ -32,6 +32,7 @@ from runs import (
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("owner", "name", "call", "number", "done"),
     [
@@ -65,6 +66,7 @@ def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_
     assert [row["loss"] for row in loss_rows(tmp_path / "out")] == [row["loss"] for row in loss_rows(finished)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("owner", "name", "call", "done", "said"),
     [
@@ -107,6 +109,7 @@ def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
         assert loss_rows(tmp_path / "out") == loss_rows(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise(text, train, tmp_path):
     """With wandb, offline, which starts processes and catches signals."""
     options = ["--steps", "30", "--out", str(tmp_path / "out")]
@@ -136,6 +139,7 @@ def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwi
     assert len(wandb_runs) == 2 or "wandb could not start" in errors  # the package is optional
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_that_ends_the_program_behind_a_pipe_too_loses_nothing(text, tmp_path):
     """`train ... 2>&1 | tee log`: a terminal sends the signal to both, and output goes nowhere then."""
     out = tmp_path / "out"
@@ -180,6 +184,7 @@ def evaluated_later(text: str) -> str:
     return "".join(json.dumps(row | {"eval_loss": 0.5}) + "\n" for row in rows)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("change", "unknown"),
     [
@@ -209,6 +214,7 @@ def test_a_run_goes_on_with_the_rows_of_its_checkpoint(change, unknown, train, t
     assert (out / "samples.jsonl").exists() == (change is not of_another_run)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
@@ -260,6 +266,7 @@ def test_a_run_is_made_longer(train, tmp_path, capsys):
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
 
 
+@pytest.mark.exhaustive
 def test_a_longer_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(train, tmp_path, capsys):
     options, out = ["--schedule", "constant", "--warmup-steps", "1"], tmp_path / "out"
     assert train(out, *options, "--steps", "3") == 0
@@ -271,6 +278,7 @@ def test_a_longer_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_be
     assert "3 of 5 steps are done" in capsys.readouterr().err and weights(out) == whole
 
 
+@pytest.mark.exhaustive
 def test_a_cosine_that_had_ended_goes_on_at_a_constant_rate_where_that_is_asked_for(train, tmp_path, capsys):
     out = tmp_path / "out"
     assert train(out) == 0

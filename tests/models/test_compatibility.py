@@ -25,6 +25,7 @@ def compare(config, document_mask: bool = False, precision: str = "fp32") -> str
     return compare_small_copy(config, document_mask, precision, residual="fp32")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("kind", "fields"), [
     ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
     ("gpt2", {"n_layer": 1, "n_embd": 12, "n_head": 1, "vocab_size": 7}), ("gptj", {}), ("opt", OPT_350M),

@@ -51,6 +51,7 @@ def exported(tmp_path, config) -> dict:
     return json.loads((tmp_path / "model" / "config.json").read_text())
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("fields", [*EXPORTED, *LEFT_OUT, *UNTOUCHED], ids=json.dumps)
 def test_the_model_is_trained_and_exported_and_what_was_set_is_said(tmp_path, fields):
     config = config_of(tmp_path, **fields)

@@ -108,6 +108,7 @@ def converted_weights(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.exhaustive
 def test_a_run_from_a_gguf_file_has_the_bits_of_one_from_the_folder(
     tmp_path, monkeypatch, capsys, file, model, bpe_tokenizer, train
 ):

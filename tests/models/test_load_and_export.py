@@ -74,6 +74,7 @@ def gpt2():
 # ---------------------------------------------------------------------------------------------------- every family
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_family_is_built_read_and_exported_bit_for_bit(kind, tied, tmp_path):
@@ -339,6 +340,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.exhaustive
 def test_memory_stays_at_a_few_runs_whatever_the_size_of_folders_and_tensors(tmp_path):
     """427 MB in shards of 64 MB, largest tensor 33.6 MB. Worst seen above the baseline, in MB: reading 10,
     into a store in bf16 15, out of it into files 17, random 36, XL without weights 5."""

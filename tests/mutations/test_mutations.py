@@ -1,5 +1,7 @@
 """Every mutation has a place and a row, and the command reports mutations that live or cannot be tried."""
 
+import pytest
+
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
 from tests.mutations import __main__ as program
@@ -31,6 +33,7 @@ def test_the_readme_says_what_the_rows_say_and_nothing_lives():
     assert table.LIVES not in found and table.NOT_RUN not in found
 
 
+@pytest.mark.exhaustive
 def test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place(tmp_path, capsys):
     found = Mutation(*OVERFLOW, "pass", tests=(LATE,))
     lives = Mutation(*OVERFLOW, OVERFLOW[2] + "  # the same", tests=(LATE,))

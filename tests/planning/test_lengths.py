@@ -65,6 +65,7 @@ def test_on_the_cpu_nobody_knows_seconds():
     assert (timed.step_seconds, timed.typical_tokens) == (None, 5)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize(
     "layout",

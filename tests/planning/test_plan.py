@@ -157,6 +157,7 @@ def test_the_same_plan_is_made_every_time(monkeypatch):
     assert plan_for(**question) == plan_for(**question)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("changed", [{"optimizer": "sgd"}, {"optimizer": "adamw8bit"}, {"clip_norm": None}])
 def test_other_optimizers_are_planned_too(changed):
     plan = plan_for(micro_batch=2, **changed)
@@ -392,6 +393,7 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
     assert "blocks are updated during backward" in plan.describe()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("changed", [{"batch": 2}, {}, {"gpu_limit_bytes": 700 * MIB}])
 def test_what_is_not_clipped_may_wait_for_the_next_forward_too(changed):
     """Updates wait if that is faster. No plan is slower than with clipping."""
@@ -399,6 +401,7 @@ def test_what_is_not_clipped_may_wait_for_the_next_forward_too(changed):
     assert plan.layout.fate is Fate.HELD and plan.step_seconds <= 1.01 * clipped.step_seconds
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("limit", [360, 390, 410])
 def test_what_is_not_clipped_is_no_slower_for_the_second_margin_of_updates_in_backward(limit):
     """Seen to fail: under 360 MiB updates in backward, next to two margins, were planned. They took twice as long as
@@ -415,6 +418,7 @@ def test_what_is_not_clipped_is_planned_where_updates_that_wait_fit_next_to_one_
     assert plan.layout.fate is Fate.HELD
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("clip_norm", [1.0, None])
 def test_a_batch_of_many_micro_batches_is_refused_in_a_sentence(clip_norm):
     """Seen to fail with an IndexError: no micro-batch was left with which the whole batch would hold its gradients."""
@@ -430,6 +434,7 @@ def test_on_the_cpu_gradients_are_applied_in_backward_if_ram_is_short():
     assert plan_for("cpu", "fp32", clip_norm=None, micro_batch=8).layout.fate is Fate.APPLIED, "one group anyway"
 
 
+@pytest.mark.exhaustive
 def test_where_the_loss_is_scaled_gradients_wait_without_clipping_too():
     """All of them have to be finite before the first update, and a GPU that does not hold them all will do."""
     caps = {"config": DEEP, "weights": "resident", "micro_batch": 1, "gpu_limit_bytes": 600 * MIB, "precision": "fp16"}
@@ -461,6 +466,7 @@ def test_states_that_have_to_be_resident_leave_no_gradients_to_ram():
     assert plan.layout.fate is Fate.DROPPED and plan.faster_with_ram is None and plan.layout.states_on_gpu == plan.units
 
 
+@pytest.mark.exhaustive
 def test_gradients_in_ram_leave_states_to_the_disk():
     caps = {"gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "config": DEEP, "weights": "resident"}
     in_ram = plan_for(**caps)
@@ -479,6 +485,7 @@ def test_on_the_cpu_gradients_that_are_streamed_are_copied_and_counted():
     assert blocks < plan.ram["train"]["streamed_gradients"] < 1.01 * blocks
 
 
+@pytest.mark.exhaustive
 def test_weights_are_streamed_where_that_spares_forward_and_backward_a_second_time():
     case = {"config": DEEP, "micro_batch": 1, "gradients": "resident"}
     assert plan_for(**case, gpu_limit_bytes=700 * MIB).layout.weights_on_gpu is None
@@ -489,6 +496,7 @@ def test_weights_are_streamed_where_that_spares_forward_and_backward_a_second_ti
     assert 1.5 * free.step_seconds < resident.step_seconds
 
 
+@pytest.mark.exhaustive
 def test_weights_are_streamed_if_blocks_then_keep_their_matrix_products():
     model = "Qwen/Qwen3-1.7B"
     case = {"model": model, "config": load_config(model, "random"), "seq": 1024, "batch": 16, "card": "rtx3060"}
@@ -632,6 +640,7 @@ def test_an_answer_breaks_between_words_on_a_terminal(monkeypatch):
     assert " ".join(broken.split()) == " ".join(answer(plan))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
@@ -749,6 +758,7 @@ def test_a_model_that_could_not_be_compared_is_planned_and_that_is_said(tmp_path
 DEEP = GPT2Config(n_layer=24, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)  # more states than buffers
 
 
+@pytest.mark.exhaustive
 def test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk():
     roomy = plan_for(config=DEEP, states="streamed", micro_batch=2)
     states = roomy.ram_breakdown["streamed_states"]
@@ -767,6 +777,7 @@ def test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk():
     assert "in /fast: states" in plan.describe() and max(map(len, plan.describe().splitlines())) <= 80
 
 
+@pytest.mark.exhaustive
 def test_a_slower_disk_takes_longer():
     case = {"states": "disk", "states_folder": "/fast", "micro_batch": 2, "gpu_limit_bytes": 2 * GIB}
     plans = [plan_for(config=DEEP, **case, disk_rate_bytes=rate) for rate in (2**28, 2**30, 2**44)]
@@ -779,6 +790,7 @@ def test_a_slower_disk_takes_longer():
     assert fast > in_ram, "the host copies to and from the page cache"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("typed", [{"micro_batch": 2}, {}], ids=str)
 def test_if_a_disk_takes_all_the_time_the_plan_that_computes_least_is_chosen(typed):
     disk = {"states": "disk", "states_folder": "/fast", "disk_rate_bytes": 2**28}
@@ -786,6 +798,7 @@ def test_if_a_disk_takes_all_the_time_the_plan_that_computes_least_is_chosen(typ
     assert plan.layout.fate is Fate.HELD and plan.layout.states_on_disk == plan.units
 
 
+@pytest.mark.exhaustive
 def test_with_weights_in_ram_and_states_on_a_disk_gradients_may_be_held():
     case = {"config": DEEP, "weights": "streamed", "gpu_limit_bytes": 2 * GIB, "micro_batch": 2}
     less = plan_for(**case).ram_bytes - 300 * MIB
@@ -801,6 +814,7 @@ def test_no_state_is_on_a_disk_if_ram_has_room_for_all():
     assert not plan.layout.states_on_disk and plan.faster_with_ram is None
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_is_not_needed_changes_no_plan():
     for device, precision in (("cuda", "bf16"), ("cpu", "fp32")):
         plan, other = (plan_for(device, precision, config=DEEP, states_folder=folder) for folder in (None, "/fast"))
@@ -808,6 +822,7 @@ def test_a_folder_that_is_not_needed_changes_no_plan():
         assert "states" not in other.disk
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_with_a_folder_names_caps_that_do_fit_with_it():
     case = {"config": DEEP, "micro_batch": 1, "states_folder": "/fast"}
     named = caps_named(refused(**case, ram_limit_bytes=CUDA_PROCESS_BYTES + MIB))
@@ -841,6 +856,7 @@ def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_f
     assert everything.disk_state_bytes > 0.99 * states
 
 
+@pytest.mark.exhaustive
 def test_if_only_a_disk_meets_the_cap_free_ram_chooses_no_micro_batch_either():
     def plan(ram_free_bytes=None, **changed) -> Plan:
         settings = dataclasses.replace(SMALL, recompute="on", states_folder="/fast", **changed)
@@ -864,6 +880,7 @@ def test_if_ram_has_no_room_for_the_inputs_of_short_segments_longer_ones_are_cho
     assert tighter.layout.boundaries_in_ram and tighter.layout.states_on_disk == tighter.units
 
 
+@pytest.mark.exhaustive
 def test_the_plan_with_the_fastest_disk_traffic_is_chosen():
     """Gradients that are sent to RAM save a second pass, but take the room of states, which go to the disk."""
     case = {"config": DEEP, "gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "weights": "resident", "gradients": "auto"}

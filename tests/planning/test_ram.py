@@ -56,6 +56,7 @@ def test_on_the_cpu_training_takes_activations_and_gradients_on_top():
     assert found["load"] == 112 * MIB + RUNS_BYTES
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="the mark is Linux's")
 def test_a_run_ends_under_a_cap_just_above_its_plan_and_goes_on_under_it(tmp_path):
     """Evaluation, checkpoints, export and resume included, and predicted as near as a small model allows: of 0.9 GiB

@@ -77,6 +77,7 @@ def rooms(everything) -> list[Room]:
     return [Room(limit, ram) for limit in gpu for ram in (None, streamed[1])]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", range(14))
 def test_the_choice_is_nearly_the_best_of_an_exhaustive_run(everything, simulations, number):
     room = rooms(everything)[number]
@@ -93,6 +94,7 @@ def test_the_choice_is_nearly_the_best_of_an_exhaustive_run(everything, simulati
         assert found.layout in [layout for _, layout in fitting]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rate", [2**26, 2**28, 2**32])
 def test_with_states_on_a_disk_too_the_choice_is_nearly_the_best(rate):
     """The fastest layout without a disk may be slow with one, because others need less of it."""
@@ -285,6 +287,7 @@ def never_slower(question, rooms: list[Room]) -> None:
 STEPS = (0, 1, 2, 5, 13, 34, 144)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ram", [4 * MIB, None])
 def test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_less(question, ram):
     named = smallest_room(*question, Room(1 * MIB, ram))
@@ -292,6 +295,7 @@ def test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_le
     never_slower(question, [Room(named.gpu + step * MIB, named.ram) for step in STEPS])
 
 
+@pytest.mark.quick(1)
 def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(question):
     gpu = smallest_room(*question, Room(1 * MIB, None)).gpu + 4 * MIB
     named = smallest_room(*question, Room(gpu, 1))
@@ -299,6 +303,7 @@ def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(q
     never_slower(question, [Room(gpu, named.ram + step * MIB) for step in STEPS])
 
 
+@pytest.mark.exhaustive
 def test_no_layout_is_slower_than_one_with_less_memory_or_fewer_ways():
     """Over caps under which gradients are held, in RAM and twice made, weights and boundaries on the GPU and not."""
     config = GPT2Config(n_layer=12, n_embd=256, n_head=4, vocab_size=1_000, n_positions=128)
@@ -393,6 +398,7 @@ def test_a_layout_that_fails_under_a_cap_fits_if_it_completes_under_a_smaller_on
     assert new.fits(Layout(1), None) and new.fits(Layout(1), free.reserved_peak_bytes)
 
 
+@pytest.mark.exhaustive
 def test_a_larger_cap_is_no_slower_if_its_larger_micro_batches_fail_in_the_allocator():
     """Seen to fail: under 1,060 MiB weights in RAM gave 0.113 s a step. Under 1,090 MiB 0.156 s was good enough."""
     settings, target = Settings(seq=64, batch=64), gpu_target(CARDS["rtx4090"])

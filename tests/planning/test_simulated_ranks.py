@@ -49,6 +49,7 @@ def recorded(ranks: int, **layout):
     return record_step(decoder(), case, TARGET)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_sends_each_blocks_weights_twice_and_its_gradients_once(ranks):
     store = Store(decoder(), META, BF16, ADAMW, Layout(1), ranks=Shares(ranks, 0))
@@ -91,6 +92,7 @@ def test_what_leaves_a_machine_takes_the_network():
     assert Mesh(2, 2, 2, 1e12).rates(1e9, None) == {Among.SHARES: 1e9, Among.REPLICAS: 1e9}, "the bus is in the way"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("machines", [2, 3])
 def test_machines_send_their_sums_to_each_other_and_that_takes_time(machines):
     case = StepCase(64, 2, Layout(1), BF16, ADAMW, mesh=Mesh(2))

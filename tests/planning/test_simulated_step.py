@@ -91,6 +91,7 @@ def assert_simulated_as_allocated(config, case: StepCase) -> None:
     assert simulated == pytest.approx(really_allocated(config, case), rel=5e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "opt_projected", "t5"])
 def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting):
@@ -102,6 +103,7 @@ def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting
     assert_simulated_as_allocated(config_of(family, dropout), case)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES | ENCODER_DECODERS)
 def test_so_it_is_for_every_family_in_one_step_with_every_policy(family):
     case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"], target_tokens=target_of(family))
@@ -133,6 +135,7 @@ REPLAYED = [
 KINDS = [(torch.float32, Kernels.NONE), (torch.bfloat16, Kernels.NONE), (torch.bfloat16, Kernels.ALL)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("family", "dtype", "fused_kernels", "layout"),
     [  # every family, every type and every layout with each of the others once

@@ -129,6 +129,7 @@ class Streams:
             now += 1
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_pass_over_pieces_takes_as_long_as_streams_run_tick_by_tick(seed):
     draw = random.Random(seed)

@@ -68,6 +68,7 @@ SMALLEST_STEPS = {
 SMALLEST_PEAKS = {(peak.model, peak.eager): number for number, peak in reversed(list(enumerate(peaks())))}
 
 
+@pytest.mark.exhaustive
 def test_step_times_of_others_are_predicted_no_worse_than_they_were():
     found = table.ratios()
     medians = {name: abs(statistics.median(group) - 1) for name, group in found.items()}
@@ -94,6 +95,7 @@ def test_points_kept_for_judging_are_predicted_and_exceptions_are_named():
     assert said in " ".join(readme.split())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("which", sorted(HOST_BOUND), ids=str)
 def test_a_point_for_judging_that_is_far_off_is_bound_by_the_host(which):
     """Its operations take less GPU time than the measured step, and than the clock says with the host's."""
@@ -111,6 +113,7 @@ def test_the_docs_say_how_many_steps_are_within_a_third():
     assert f"{counts}, median {statistics.median(trained):.2f}" in said
 
 
+@pytest.mark.exhaustive
 def test_peaks_of_others_are_predicted_no_worse_than_they_were():
     errors = [error for group in table.peak_errors().values() for error in group]
     assert (len(errors), table.within_a_percent(errors)) >= (87, 84)
@@ -118,12 +121,14 @@ def test_peaks_of_others_are_predicted_no_worse_than_they_were():
     assert max(map(abs, errors)) < 0.012
 
 
+@pytest.mark.exhaustive
 def test_reserved_memory_of_others_is_predicted_no_worse_than_it_was():
     """Nothing was fitted to these five."""
     assert max(map(abs, table.reserved_errors())) < 0.0035
     assert reserved_bytes(reserved()[-1]) == table.predictions()["reserved_bytes"][-1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", SMALLEST_STEPS.values(), ids=map(str, SMALLEST_STEPS))
 def test_the_committed_seconds_are_the_clocks(number):
     """If this fails, run `python -m tests.published` again. Releases of transformers differ a little."""
@@ -133,6 +138,7 @@ def test_the_committed_seconds_are_the_clocks(number):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", SMALLEST_PEAKS.values(), ids=map(str, SMALLEST_PEAKS))
 def test_the_committed_peaks_are_the_simulations(number):
     assert peak_bytes(peaks()[number]) == table.predictions()["peak_bytes"][number]

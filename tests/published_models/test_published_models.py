@@ -18,6 +18,7 @@ def ask_4():
         yield ask
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_published_folder_comes_to_what_its_row_says(kind, name, tmp_path, ask_4):
     found = runs.run(CASES[kind, name], tmp_path, ask_4)

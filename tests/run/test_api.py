@@ -62,12 +62,14 @@ def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_r
         lowmem.plan(lowmem.Settings(gpu="?"))
 
 
+@pytest.mark.exhaustive
 def test_plan_is_a_function_in_a_process_that_has_only_imported_its_program():
     program = "import lowmem; from lowmem.run import plan_command; lowmem.plan(lowmem.Settings(gpu='?'))"
     done = python("-c", program)
     assert "InputError" in done.stderr and "?" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_what_a_notebook_took_before_a_run_does_not_count_against_its_cap(tmp_path):
     settings = replace(TINY, steps=1, out=str(tmp_path / "out"), ram_limit_bytes=GIB)
     program = (
@@ -132,6 +134,7 @@ def test_a_step_without_gradients_is_refused_and_the_next_one_works(mode):
     assert model.step(batch, 0, learning_rate=1e-3).updated
 
 
+@pytest.mark.exhaustive
 def test_the_loop_in_docs_runs_as_it_stands(tmp_path):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     assert len([line for line in code.splitlines() if line]) <= MOST_LINES
@@ -259,6 +262,7 @@ def test_what_makes_steps_slow_is_a_warning_and_a_batch_without_a_label_an_error
     model.step(lowmem.Batch(tokens, tokens), 0, learning_rate=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_for_a_card_that_is_not_here():
     plan = lowmem.plan(replace(TINY, device="auto", gpu="rtx3060"))
     assert plan.card.name == "rtx3060" and plan.to_dict()["fits"]
@@ -291,6 +295,7 @@ def test_the_command_plans_and_trains(tmp_path, capsys, text):
     assert (tmp_path / "demo" / "report.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_command_plans_gpt2_and_trains_as_a_process(tmp_path, capsys):
     assert command("plan --model gpt2 --gpu t4 --seq 64 --batch 2".split()) == 0
     assert capsys.readouterr().out.startswith("Fits: ")

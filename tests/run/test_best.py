@@ -33,6 +33,7 @@ def test_the_best_checkpoint_is_kept_and_exported(train, tmp_path, held_out, cap
     assert weights(out) == weights(tmp_path / "two") and checkpoints(out) == ["step-00000002", "step-00000006"]
 
 
+@pytest.mark.exhaustive
 def test_where_no_step_was_better_than_the_start_the_best_of_the_steps_is_exported(train, tmp_path, held_out, capsys):
     assert train(tmp_path / "two", "--steps", "2", "--schedule", "constant") == 0
     held_out(2.0, 4.0, 3.0, 3.5)
@@ -54,6 +55,7 @@ def test_a_run_that_got_worse_and_exports_its_best_has_not_diverged(train, tmp_p
     assert "warning: this run" not in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_best_that_is_lost_leaves_the_last(train, tmp_path, held_out, capsys):
     held_out(5.0, 4.0, 3.0, 3.5)
     out = tmp_path / "out"
@@ -155,6 +157,7 @@ def test_a_best_of_the_last_step_alone_is_said_to_be_none(train, tmp_path, capsy
     assert (f"{line}, so only the last one is evaluated" in capsys.readouterr().err.splitlines()) == said
 
 
+@pytest.mark.exhaustive
 def test_samples_change_no_bit_and_are_kept_over_a_stop(train, tmp_path, capsys):
     options = ["--steps", "4", "--schedule", "constant", "--optimizer", "adamw"]
     assert train(tmp_path / "without", *options) == 0

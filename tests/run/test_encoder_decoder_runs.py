@@ -50,6 +50,7 @@ def test_a_run_ends_with_a_model_that_transformers_loads(finished_t5, folder):
     assert "sample: " in log and "no sample: " not in log
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [
     ["--weights", "streamed", "--recompute", "on"], ["--boundaries", "streamed", "--recompute", "on"],
     ["--states", "disk"], ["--group", "2", "--segment-blocks", "3", "--recompute", "on"],

@@ -85,6 +85,7 @@ def trained(expected, tmp_path):
     return tmp_path / "out"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest(
     fault, train, expected, trained, monkeypatch, capsys
@@ -175,6 +176,7 @@ def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
     assert weights(tmp_path / "out") == weights(expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("every", "said"),
     [

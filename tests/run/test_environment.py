@@ -39,6 +39,7 @@ SWITCHES = {  # of packages, as people set them in their shells
 FULL = {"stdin": subprocess.DEVNULL, "stdout": "/dev/full", "stderr": "/dev/full"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("environment", "streams"),
     [(NOTEBOOK, {}), (CONTAINER, {}), (SWITCHES, {}), ({}, FULL), ({}, "closed")],
@@ -111,6 +112,7 @@ def test_a_warning_is_no_error_inside_and_filters_are_what_they_were_outside():
             warnings.warn("loud", UserWarning, stacklevel=2)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("variable", "program", "code", "said"),
     [

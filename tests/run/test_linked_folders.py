@@ -14,6 +14,7 @@ from runs import content, stopped_in_step, weights
 PARTS = ("data", "checkpoints", "model")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("parts", [PARTS, ("model", "")], ids="-".join)
 def test_a_run_whose_parts_are_links_lives_as_any_other(train, finished, tmp_path, monkeypatch, parts):
     """It is stopped, goes on and ends, and starts again over the old files."""

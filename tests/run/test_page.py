@@ -175,6 +175,7 @@ document.body.dataset.result = JSON.stringify([before, zoomed, labels(), documen
 </script>"""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser: apt-get install chromium")
 def test_a_browser_draws_the_page_zooms_in_by_a_drag_and_out_by_a_double_click(run, tmp_path):
     write_hostile_samples(run)

@@ -165,6 +165,7 @@ print(draw(path, lambda: draw_loss([{"step": 1, "loss": 2.0}], path)))
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "environment",
     [

@@ -181,6 +181,7 @@ def test_the_exported_model_is_a_model_to_start_from(finished, text, tmp_path):
     assert "random" not in (out / "log.txt").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_default_data_are_the_standard_librarys_sources(tmp_path):
     assert main(train_gpt2_large.SETTINGS, [*SMALL, "--steps", "1", "--out", str(tmp_path / "out")]) == 0
     said = (tmp_path / "out/log.txt").read_text()
@@ -196,6 +197,7 @@ def test_the_same_command_gives_bitwise_the_same_weights_and_loss_rows(finished,
     assert_same_run(finished, tmp_path / "again")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "placement",
     [
@@ -225,6 +227,7 @@ def test_on_a_fixed_batch_the_loss_falls(train, tmp_path):
     assert loss_rows(tmp_path / "out")[4]["epoch"] == 5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "state_bits"),
     [
@@ -327,6 +330,7 @@ def test_an_export_in_16_bit_is_the_fp32_weights_rounded_and_checkpoints_are_as_
     assert one == other
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_prompt_is_continued_before_and_after_and_changes_nothing(finished, train, tmp_path, precision):
     assert train(tmp_path / "out", "--sample-prompt", "one 1: the", "--precision", precision) == 0
@@ -336,6 +340,7 @@ def test_a_prompt_is_continued_before_and_after_and_changes_nothing(finished, tr
         assert_same_run(finished, tmp_path / "out")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prompt", ["", "x" * 230, "x" * 300], ids=["empty", "no room to go on", "too long"])
 def test_a_prompt_that_cannot_be_continued_costs_no_run(train, tmp_path, prompt):
     code = train(tmp_path / "out", "--sample-prompt", prompt)
@@ -345,6 +350,7 @@ def test_a_prompt_that_cannot_be_continued_costs_no_run(train, tmp_path, prompt)
 # --- planning
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # XL's plan takes a minute of one quiet processor, and several of a busy one
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_plan_only_needs_neither_gpu_nor_weights_nor_network(tmp_path, script):
@@ -369,6 +375,7 @@ def test_plan_only_needs_neither_gpu_nor_weights_nor_network(tmp_path, script):
     assert said.startswith("Fits: ") and " of 11.0 GiB GPU, " in said and " s a step on " in said
 
 
+@pytest.mark.exhaustive
 def test_a_cap_too_small_for_xl_names_one_that_does_fit_and_a_little_less_does_not(tmp_path, capsys):
     def planned(gpu_mib: int) -> int:
         limits = ["--gpu-limit", f"{gpu_mib}MiB", "--ram-limit", "17GiB", "--micro-batch", "1", "--group", "1"]

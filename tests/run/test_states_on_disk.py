@@ -39,11 +39,13 @@ def interrupted(finished, train, monkeypatch):
     return run
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_with_its_states_elsewhere(interrupted, tmp_path, on_disk):
     interrupted(tmp_path / "0", on_disk, [])
     interrupted(tmp_path / "1", [], on_disk)
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the_way(interrupted, tmp_path, on_disk):
     streamed = ["--gradients", "streamed"]
     held = interrupted(tmp_path / "0", streamed, [])

@@ -66,6 +66,7 @@ def test_a_run_of_two_ranks_is_one_run(trained, train, tmp_path):
     assert weights(tmp_path / "ended") == weights(out)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_costs_no_bit(trained, tmp_path, text):
     out = tmp_path / "run"
     process = started(out, text, "--sample-prompt", "one", restarts=2)
@@ -77,6 +78,7 @@ def test_a_killed_rank_costs_no_bit(trained, tmp_path, text):
     assert_same_run(out, trained[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [None, 0, 1])  # None: torchrun, which passes it to all
 def test_a_signal_to_one_rank_stops_all_and_the_same_command_goes_on(trained, tmp_path, text, rank):
     out = tmp_path / "run"
@@ -93,6 +95,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_same_command_goes_on(trained, tm
     assert_same_run(out, trained[0])
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_is_said_once(tmp_path, text):
     process = started(tmp_path / "run", text, "--weights", "streamed")
     _, printed = process.communicate()
@@ -137,6 +140,7 @@ def test_a_run_goes_on_with_its_micro_batch_also_if_that_does_not_divide_the_who
     assert asked == [(rows, saved)] and found.settings.batch == 64
 
 
+@pytest.mark.exhaustive
 def test_two_machines_of_two_ranks_each_store_the_model_once_on_each(trained, tmp_path, text):
     """Machines by name only: two of torchrun's agents, which meet at a port of this one."""
     out = tmp_path / "run"
@@ -213,6 +217,7 @@ if model.step.store.ranks.rank == 0:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_loop_of_one_s_own_trains_on_two_ranks(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     launchers = {"one": [], "two": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
@@ -235,6 +240,7 @@ open(sys.argv[2] + f"/{model.step.store.ranks.rank}.json", "w").write(json.dumps
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_loads_takes_its_share_of_weights_and_states(tmp_path):
     """And twice the gathered embeddings, which FSDP2 copies. 61 million parameters in a file, fp32 on the CPU."""
     config = GPT2Config(n_layer=8, n_embd=768, n_head=12, n_positions=64, vocab_size=5_000)
@@ -282,6 +288,7 @@ def different(difference: str, folder: Path, out: Path, text: Path, *options: st
     return process.returncode, said
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_have_read_different_weights_are_refused(tmp_path, text):
     """Seen to fail: they trained."""
     other = "read = prepare.initial_weights; prepare.initial_weights = lambda *of: ((n, w + 1) for n, w in read(*of))"
@@ -289,6 +296,7 @@ def test_ranks_that_have_read_different_weights_are_refused(tmp_path, text):
     assert code and said.count("have read different weights of") == 1
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_have_read_different_texts_are_refused(tmp_path, text):
     """Seen to fail: they trained."""
     (tmp_path / "other").mkdir()
@@ -299,6 +307,7 @@ def test_ranks_that_have_read_different_texts_are_refused(tmp_path, text):
     assert code and said.count("have read different data") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_is_extended_also_if_one_rank_loads_slowly(trained, tmp_path, text):
     """Seen to fail: the slow one found the settings of the longer run, and that this was finished already."""
     out = tmp_path / "run"

@@ -318,6 +318,7 @@ def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is
     assert (values["eval/loss of a.txt"], values["eval/loss of b/c.txt"]) == (1.0, 3.0)
 
 
+@pytest.mark.exhaustive
 def test_samples_and_pictures_are_in_wandbs_run_and_one_that_goes_on_has_its_id(tmp_path):
     shown = (
         "from lowmem.run.plots import draw_loss\n"
@@ -467,6 +468,7 @@ def test_tensorboard_that_fails_is_left_alone(tmp_path, capsys, tensorboard):
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run_with_every_tracker_has_the_same_bits(train, finished, tmp_path, monkeypatch, tensorboard):
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = tmp_path / "out"

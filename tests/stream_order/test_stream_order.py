@@ -30,6 +30,7 @@ def read(stream: int, start: int = 0, stop: int = 8, memory: int = 0) -> Work:
 # --- the project
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_an_arrangement_has_no_race_and_the_bits_of_the_plain_run(name):
     if ARRANGEMENTS[name].case.get("optimizer") == "adamw8bit":
@@ -45,6 +46,7 @@ FOUND = {  # a mutation that both ways of counting .item() find, and one that on
 }
 
 
+@pytest.mark.exhaustive
 def test_the_checker_finds_what_is_taken_out():
     chosen = [mutation for mutation in MUTATIONS if mutation.name in FOUND]
     rows = {row["mutation"]: row for row in mutations.tried(chosen, ["deferred"], "checker")}
