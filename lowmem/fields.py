@@ -76,7 +76,8 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Converts `value` to `hint`, or raises InputError. A list of one text becomes a str, a longer one a tuple."""
+    """Converts `value` to the type `hint` of the field `name`, or raises InputError. If the option may be given several
+    times, a list of one text becomes a str, a longer one a tuple."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))

@@ -40,9 +40,8 @@ class SharedUse:
 
     name: str  # the parameter's name in the model
     parameter: Callable[[], nn.Parameter]  # returns the shared parameter that the model has now
-    # A parameter for this block with the same data; None until accumulation.py makes it. The blocks' gradients are
-    # added in the order of the blocks, so the sum does not depend on the order in which blocks run.
-    own: nn.Parameter | None = None
+    # The blocks' gradients are added in the order of the blocks, whatever the order in which blocks run.
+    own: nn.Parameter | None = None  # this block's own, with the same data; None until accumulation.py makes it
 
     def value(self) -> nn.Parameter:
         """Returns the parameter that this block uses. That is `own`, which gets the current data of the shared
@@ -53,7 +52,8 @@ class SharedUse:
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Returns position biases [T, S, H] fp32. `buckets` [T, S] int64: class of each distance between positions."""
+        """Returns fp32 position biases [T, S, H] for T queries, S keys and H heads. `buckets` [T, S] int64: the table's
+        row for the distance between query and key. Similar distances share a row."""
         # In fp32, because each bias's gradient is a sum of T x S numbers.
         return F.embedding(buckets, self.value().float())
 

@@ -15,8 +15,8 @@ AddRows = Callable[[Tensor, Tensor], None]  # called with ids [N] and rows [N, D
 
 
 def register_add_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
-    """Makes lookups in the table `parameter` [V, D] inside `SparseLookups` pass their gradient to `add_rows(ids,
-    rows)`, which must add rows[i] to row ids[i] of an accumulator [V, D]."""
+    """Makes lookups in the table `parameter` [V, D] pass their gradient to `add_rows(ids, rows)`, if they run inside
+    `with SparseLookups()`. `add_rows` must add rows[i] to row ids[i] of an accumulator [V, D]."""
     parameter._lowmem_add_rows = add_rows
 
 

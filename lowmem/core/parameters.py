@@ -274,7 +274,8 @@ class Store:
         return self._part_of[name]
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies (name, fp32 tensor) pairs into the parameters. Pairs may have consecutive ranges of a parameter."""
+        """Copies (name, fp32 tensor) pairs into the parameters. Several pairs with one name have consecutive ranges of
+        that parameter's elements."""
         written: dict[str, int] = {}
         for name, values in weights:
             self._part_of[name].write(name, values, written.get(name, 0))

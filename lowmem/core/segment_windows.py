@@ -149,7 +149,8 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Queues a copy to RAM of the segment's input in `saved`, if it is contiguous and no saved graph holds it."""
+        """Queues a copy of the segment's input to RAM, and replaces `saved.boundary` by that copy. Does nothing if the
+        input is not contiguous, or if the segment saved its autograd graph, which holds the input."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return

@@ -48,11 +48,12 @@ class StepAbandoned(Exception):
 
 
 class TrainingStep:
-    """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before each micro-batch
-    of a segment or evaluation, unless backward may have updated weights (`halfway`). If it returns True, StepAbandoned
-    is raised. `make_room(where, reason)` is called if memory runs out; `where`: STEP, HALFWAY, UPDATES or EVALUATION.
-    It must free memory, by emptying the cache or by `change_layout`; then the attempt is repeated. If it cannot, or if
-    `where` is HALFWAY, it must raise an error."""
+    """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before a micro-batch
+    passes a segment (consecutive blocks) or is evaluated. If it returns True, StepAbandoned is raised. It is not called
+    after backward may have updated weights (`halfway`). `make_room(where, reason)` is called if memory runs out. It
+    must free memory, by emptying the cache or by `change_layout`; then the attempt is repeated. If it cannot, or if
+    `where` is HALFWAY, it must raise an error. `where`: STEP, HALFWAY (a step that may have updated weights), UPDATES
+    (pending updates) or EVALUATION."""
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
@@ -137,7 +138,8 @@ class TrainingStep:
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
         """Runs all micro-batches of `work` forward and backward. Returns the sum of all tokens' losses, and the norm of
-        the gradients of `work.scale` times this sum, both over all ranks."""
+        all gradients, both over all ranks. The gradients are of the sum times `work.scale`. `gradients`: handles each
+        gradient when it is fully summed."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:

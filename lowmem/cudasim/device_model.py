@@ -19,14 +19,15 @@ _aten = torch.ops.aten
 @dataclass(frozen=True)
 class DeviceModel:
     """Describes a simulated device. For an operation without cached costs, the recorder calls `hidden_bytes` and
-    `seconds` with (func, args, kwargs, result), and `allocated` with (func, args, kwargs, list of results)."""
+    `seconds` with (func, args, kwargs, result), and `allocated` with (func, args, kwargs, list of results). The
+    functions in `storage_bytes` get (func, args, kwargs), and return the least bytes of the result's storage, or None
+    if it has its usual size."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # returns a context with the device's operators
     hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary
-    # Bytes. The forward thread allocates all of these at its first matrix product, the backward thread only the first.
-    workspace_bytes: tuple[int, ...] = ()
-    allocated: Callable = lambda func, args, kwargs, results: results  # returns those on the device, in order
-    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # {operator: returns a larger size or None}
+    workspace_bytes: tuple[int, ...] = ()  # allocated at forward's first matrix product; at backward's, only the first
+    allocated: Callable = lambda func, args, kwargs, results: results  # returns the results on the device, in order
+    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # {operator: function}
     seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
     more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}

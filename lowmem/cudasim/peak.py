@@ -195,7 +195,8 @@ def _divided_in_inference_mode() -> AbstractContextManager:
 
 @contextmanager
 def _default_device_kept() -> Iterator[None]:
-    """Lets torch.set_default_device name CUDA inside `with`. Restores the old default device at the end."""
+    """Inside `with`, torch.set_default_device sets the meta device if it is called with CUDA, which this machine may
+    lack. Restores the old default device at the end."""
     place, choose = torch._GLOBAL_DEVICE_CONTEXT, torch.set_default_device
     before = getattr(place, "device_context", None)
     try:

@@ -263,8 +263,9 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes a record's token `ids`, and those that begin or end a document. Cuts an example to the length limit,
-        and drops it if no trained token remains. `trained`: the loss mask."""
+        """Writes the token `ids` of a record: a document, or a piece of one. Adds the ids that begin and end a document
+        if its text lacks them. Cuts an example to the length limit, and drops it if no trained token remains.
+        `segments`: the record's text as pairs (text, True if trained on). `trained`: the loss mask of `ids`."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]

@@ -36,7 +36,8 @@ class Encoder:
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are the characters at which a
-        token begins and ends, without white space that it strips; None if the tokenizer does not report them."""
+        token begins and ends; None if the tokenizer does not report them. White space that a special token takes
+        in (lstrip, rstrip) is left out."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)

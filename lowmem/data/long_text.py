@@ -103,10 +103,10 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Returns `window`, the tokens of the next window (part of the text), and a pair (end, start). To join, tokens
-        of self._window are used before `end`, and those of `window` from `start` on. The pair is None if too few tokens
-        agree. `overlap`: tokens of the text in both windows. `shorter`: tokens of that text without its last
-        character."""
+        """Finds where to join the tokens of two overlapping parts of the text: self._window, then `window`. Returns
+        `window` unchanged, and (end, start): take self._window[:end], then window[start:]. Returns None for this pair
+        if too few tokens agree. `overlap`: tokens of the text that both parts share. `shorter`: tokens of that text
+        without its last character, to find tokens that agree by accident."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         # `shorter` must agree, too: digits counted from a number's right end may agree by accident.
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))

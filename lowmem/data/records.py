@@ -59,7 +59,7 @@ class Source:
     train: Iterable[Record]
     evaluation: Iterable[Record] | None = None  # the publisher's held-out split
     content: tuple[Path | str, ...] = ()  # files, or the hub client's hashes of the splits; empty for a stream
-    spec: str = ""
+    spec: str = ""  # the value of --data or --eval-data, without its weight
     weight: float = 1.0  # how often an epoch reads each row
     remark: str = ""  # follows the name in the description of the data
     held_out: str = ""  # the name of the split `evaluation`

@@ -50,7 +50,7 @@ def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Itera
 
 def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterator[Record]:
     """Yields the text of a file in pieces of about PIECE_CHARACTERS, in the column that `reading` names for text. An
-    empty file gives one empty piece."""
+    empty file gives one empty piece. `may_be_blank`: False if a file without text is an error."""
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:

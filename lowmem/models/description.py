@@ -139,7 +139,7 @@ def _write_generation(
 
 def config_fields(config: PretrainedConfig) -> dict:
     """Returns the content of config.json for `config`, with RoPE settings under the names of transformers 4 and 5.
-    Leaves out version 4's names if version 5 would read other settings because of them."""
+    Leaves out version 4's names if version 5 would then read settings that differ from `config`."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))

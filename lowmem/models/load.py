@@ -120,9 +120,9 @@ def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
 def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Initializes the modules in the order of `turns`. Yields (name, tensor) of each parameter after the last turn that
-    writes it. Before the first turn that writes it, a parameter has no storage. `written`: {parameter: range of indices
-    in `turns`, from the first to the last that writes it}."""
+    """Initializes modules by `turns` (each is one call of `_init_weights`), in order. Yields (name, tensor) of each
+    parameter after the last turn that writes it. Allocates it just before the first. `owners`: {parameter: (its module,
+    its name there)}. `written`: {parameter: range of indices in `turns`, from the first to the last that writes it}."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

@@ -19,20 +19,17 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes a set of layouts (ways to compute a step): `base` with each combination of the listed values."""
+    """Describes a set of layouts (ways to compute a step): `base` with each combination of the listed values. Ranges
+    have steps of 1."""
 
     base: Layout
     micro_batches: Sequence[int]  # sequences in a micro-batch; in ascending order, like all values below
     groups: Sequence[int] | None  # micro-batches that pass each block together; None: any number
     segments: Sequence[int]  # consecutive blocks that are recomputed together
-    # values of Layout.kept (how much blocks save for backward), in steps of 1; 0 for only the inputs of segments, twice
-    # the number of blocks for the whole graph
-    kept: range
-    # numbers of units (such as blocks) on the GPU, in steps of 1: of units with weights there if `base` has weights in
-    # RAM, else of units with optimizer states there
-    units_on_gpu: range
+    kept: range  # Layout.kept, how much blocks save for backward: 0 (inputs of segments) to 2 x blocks (whole graphs)
+    units_on_gpu: range  # how many units (such as blocks) have states on the GPU, or weights if `base` has those in RAM
     whole_batch: bool = False  # whether the whole batch must be one group
-    disk: int = 0  # least number of units with states on a disk; 0: none; 1: as few as RAM demands, perhaps none
+    disk: int = 0  # units with states on a disk; 0: as in `base`; 1: as few as RAM demands, perhaps none; n: at least n
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """Returns the group sizes to try, in ascending order; [] if none is possible. A group size is how many

@@ -74,13 +74,13 @@ class Columns:
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
         """Returns how many bytes of weights, optimizer states, gradients and saved inputs a step stores in RAM.
         `column`: a set of similar layouts. `units_on_gpu`: how many units (mostly blocks) have optimizer states on the
-        GPU; weights, if other weights are in RAM."""
+        GPU, or weights if `column` has those in RAM."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
         """Returns False if a layout in `column` (similar layouts) certainly takes more than `limit_bytes` of GPU memory
         (None: no limit). Does not simulate it. `kept`: how much blocks save for backward. `units_on_gpu`: how many
-        units (mostly blocks) have optimizer states on the GPU; weights, if other weights are in RAM."""
+        units (mostly blocks) have optimizer states on the GPU, or weights if `column` has those in RAM."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -98,8 +98,8 @@ class Columns:
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
         """Returns how many units (mostly blocks) must have their optimizer states on a disk. Then a step stores at most
         `limit_bytes` in RAM (None: no limit). Returns None if no number that `column` (similar layouts) allows is
-        enough. `units_on_gpu`: how many units have optimizer states on the GPU; weights, if other weights are in
-        RAM."""
+        enough. `units_on_gpu`: how many units have optimizer states on the GPU, or weights if `column` has
+        those in RAM."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         if not disk and not layout.states_on_disk and not within(self._least_ram_bytes(layout), limit_bytes):
             return None  # certainly, so without a simulation
@@ -126,10 +126,10 @@ class Columns:
         return size
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory of a layout in `column` (similar layouts), in bytes. Simulates a
-        layout with the same `kept` (how much blocks save for backward), but perhaps other units on the GPU.
-        `units_on_gpu`: how many units (mostly blocks) have optimizer states on the GPU; weights, if other weights are
-        in RAM."""
+        """Returns the peak of allocated GPU memory of a layout in `column` (similar layouts), in bytes. Simulates one
+        layout for each `kept` (how much blocks save for backward), and adds or subtracts bytes of units on the GPU.
+        `units_on_gpu`: how many units (mostly blocks) have optimizer states there, or weights if `column` has those in
+        RAM."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         # One layout is simulated for each `kept`. Units on the GPU add their own bytes to its peak.
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
@@ -171,8 +171,8 @@ class Columns:
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` (how much blocks save for backward) that is expected to fit into `limit_bytes` of
         GPU memory, else the smallest. Extrapolates from the peak of the layout with the value `known`. `column`: a set
-        of similar layouts. `units_on_gpu`: how many units (mostly blocks) have optimizer states on the GPU; weights, if
-        other weights are in RAM."""
+        of similar layouts. `units_on_gpu`: how many units (mostly blocks) have optimizer states on the GPU, or weights
+        if `column` has those in RAM."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most

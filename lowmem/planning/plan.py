@@ -27,7 +27,8 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 @dataclass(frozen=True)
 class Plan:
     """Holds the layout of a training step (how it is computed) and the predicted figures, of one rank if there are
-    several. On the CPU, the card, peaks of GPU memory and seconds are None."""
+    several. On the CPU, the card, peaks of GPU memory and seconds are None. `timeline`: list of (second of a step,
+    allocated bytes, reserved bytes)."""
 
     settings: Settings
     parameters: int  # of the model
@@ -43,12 +44,10 @@ class Plan:
     gpu_breakdown: dict[str, int] = field(default_factory=dict)
     step_seconds: float | None = None
     waiting_seconds: float | None = None  # of a step, in which the GPU waits for copies or other ranks
-    # (second of a step, bytes allocated, bytes reserved)
     timeline: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
     fused_kernels: Kernels = Kernels.NONE  # those that are expected to run
-    # A plan compares a small copy of the model with its embeddings, blocks and head, run in turn (compatibility.py).
-    # This is the reason why it could not; None: it did.
-    not_compared: str | None = None
+    # compatibility.py compares a small copy of the model with its embeddings, blocks and head, run in turn.
+    not_compared: str | None = None  # why the model could not be compared with its parts; None: it was
     faster_with_ram: tuple[int, float] | None = None  # with more RAM: (bytes of RAM, seconds of a step)
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
@@ -58,8 +57,8 @@ class Plan:
     ranks: int = 1  # processes that train together
     sharing: int = 1  # how many ranks store one copy of the model together; the others store further copies
     sent_bytes: int = 0  # to other ranks, in a step
-    # If memory runs out, training changes to these, the largest first. They allocate 5 to 50% less, and change no bit.
-    smaller_layouts: tuple[Layout, ...] = ()
+    # Smaller layouts allocate 5 to 50% less, and change no bit.
+    smaller_layouts: tuple[Layout, ...] = ()  # if memory runs out, training changes to these, the largest first
 
     @property
     def model(self) -> str:

@@ -183,12 +183,12 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | int | None = None,
     ):  # fmt: skip
-        """Returns the result of `call`. `key`: decides, with `parts`, what it allocates. If an earlier call had the
-        same `key`, replays its recording, and returns new tensors without data. On the tape (list of allocations), new
-        storages are named `name`, and the result's storage `renamed`. `parts`: weights to whose gradients `call` adds.
-        `arguments`: input tensors whose storage the result may share. `forward`: the forward pass whose graph `call`
-        frees. If it was replayed, this is the number of its first storage. If it was executed, this is its Region, and
-        `call` is executed, too."""
+        """Returns the result of `call`. Its allocations depend on `key`, and on the `parts` that have no gradient.
+        If an earlier call agrees in both, replays its recording, and returns new tensors without data. On the tape
+        (list of allocations), new storages are named `name`, and the result's storage `renamed`. `parts`: weights to
+        whose gradients `call` adds. `arguments`: input tensors whose storage the result may share. `forward`: None,
+        unless `call` is a backward pass that frees the graph of a forward pass. If that forward was replayed, the
+        number of its first storage. If it was executed, its Region; then this backward is executed, too."""
         # A call that must make accumulators of gradients is recorded by itself.
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]

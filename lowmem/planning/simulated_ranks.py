@@ -93,8 +93,9 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates that this rank sends `size_bytes` to the other ranks of `among`, and receives as many. Does not
-        wait. Returns the simulated second at which the transfer ends."""
+        """Simulates that this rank sends `size_bytes` to other ranks, and receives as many. Does not wait. Returns the
+        simulated second at which the transfer ends. `among`: SHARES for the ranks that shard one copy of the model,
+        REPLICAS for those with the same shard."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         # Begins when the link is idle and the GPU has done its earlier work. Transfers inside one `beside` (a second

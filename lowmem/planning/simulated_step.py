@@ -117,7 +117,7 @@ class StepCase:
     optimizer: Optimizer
     clip_norm: float | None = 1.0
     document_mask: bool = False
-    lengths: tuple[int, ...] | None = None  # tokens of the last step's rows, if they are not full (Batch.lengths)
+    lengths: tuple[int, ...] | None = None  # tokens of each row in the timed step (Batch.lengths); None: rows are full
     target_tokens: int | None = None  # how many of `seq` positions are a target's, for an encoder-decoder
     mesh: Mesh = ALONE  # the ranks that train together
 

@@ -53,7 +53,7 @@ def save_checkpoint(
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
     """Saves weights, optimizer states and `state` (the content of state.json) as folder/checkpoints/step-..., and
-    returns that path. Call TrainingStep.flush before, and this by Ranks.on_first. `metrics()` returns the text of
+    returns that path. Must be called through Ranks.on_first, after TrainingStep.flush. `metrics()` returns the text of
     metrics.jsonl; None: no such file is saved. Keeps the newest `keep_last` checkpoints and the one after step `best`.
     Removes all others, also any with more steps than this one. Raises NotSaved, with earlier checkpoints intact, if the
     files cannot be written."""

