@@ -223,12 +223,6 @@ class Settings:
         for name in ("sample_every", "sample_temperature"):
             if getattr(self, name) and self.sample_prompt is None:
                 yield f"{option_name(name)} needs a text to continue: give --sample-prompt."
-        if self.eval_data is not None and self.eval_fraction not in (0, Settings.eval_fraction):
-            said = f"--eval-fraction {self.eval_fraction:g} holds out a part of --data"
-            yield f"{said}, and nothing of it is held out next to --eval-data: give one of them."
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            if self.optimizer == "sgd" and getattr(self, name) != getattr(Settings, name):
-                yield f"{option_name(name)} is AdamW's, and --optimizer sgd does not use it: leave it out."
         if (self.segment_blocks or 1) > 1 and self.recompute in ("off", "products"):
             said = f"--segment-blocks {self.segment_blocks} is for blocks that are recomputed whole"
             yield f"{said}: leave out --recompute {self.recompute}."

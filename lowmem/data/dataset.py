@@ -20,6 +20,7 @@ from lowmem.data.prepared import Part, Preparation, content_key
 from lowmem.data.records import Reading, Record, Source, first_rows
 from lowmem.data.sources import open_source
 from lowmem.data.stored import ArrayFolder
+from lowmem.data.tables import TABLE_SUFFIXES
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
 from lowmem.fields import each
@@ -66,7 +67,7 @@ def load_data(
             train,
             tuple(batches for batches in evaluations if len(batches)),
             _fingerprint(tokenizer, train, *evaluations),
-            "\n".join([_describe(sources, cut, train, tokenizer), *_unused_template(settings, cut)]),
+            "\n".join([_describe(sources, cut, train, tokenizer), *_without_effect(settings, cut)]),
             keep=functools.partial(preparation.keep, parts, tokenizer),
             close=preparation.close,
             chat=all(rows.documents.chat for rows in train.parts),
@@ -93,6 +94,8 @@ class _Reader:
                 raise InputError(f"--eval-data {source.spec} is given twice; give each held-out text once")
         rows = math.ceil((settings.steps or 0) * settings.batch / (1 - settings.eval_fraction)) + 1
         self.needed_rows = settings.batch if settings.fixed_batch else rows
+        self._firsts: dict[str, Record | None] = {}  # {data set: the row that decides its format}, for named columns
+        self._mixed = False  # True if a data set begins with a text, and has tables, whose columns are not known yet
 
     def read(self, folder: ArrayFolder) -> list[Part]:
         """Tokenizes the data sets into files in `folder`. Returns a Part (training and held-out documents) for each
@@ -101,7 +104,6 @@ class _Reader:
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # Splitting off the held-out share writes all tokens again.
         folder.times_written = 1 if self.evaluated or self.settings.eval_fraction == 0 else 2
-        self._check_named_columns()
         parts = []
         for source in self.sources:
             rows = first_rows(source.train, self.settings.max_samples)
@@ -122,24 +124,16 @@ class _Reader:
         named = [self._held_out(source, folder) for source in self.evaluated]
         return [*_without_held_out(parts, folder, named), *named]
 
-    def _check_named_columns(self) -> None:
-        """Raises InputError if an option such as --text-field names a column by which no data set can be read, although
-        another format fits each."""
-        reading = Reading.of(self.settings)
-        if not reading.named:
-            return
-        firsts: list[Record] = []
-
-        def noted(source: Source) -> Source:
-            first, records = with_first_filled(iter(source.train), reading)
-            firsts.extend([first] if first is not None and first.named else [])
-            return replace(source, train=records)  # which can be read only once
-
-        self.sources, self.evaluated = [*map(noted, self.sources)], [*map(noted, self.evaluated)]
-        refuse_unused_names(firsts, reading)
-
     def _load(self, source: Source, records: Iterable[Record], rows: int | None, folder: ArrayFolder) -> Documents:
-        limit = rows if source.streamed else None
+        limit, reading = rows if source.streamed else None, Reading.of(self.settings)
+        if reading.named:
+            first, records = with_first_filled(iter(records), reading)
+            self._firsts.setdefault(source.spec, first)
+            has_tables = any(str(path).lower().endswith(TABLE_SUFFIXES) for path in source.content)
+            self._mixed |= first is not None and not first.named and has_tables
+            complete = self._firsts.keys() >= {each.spec for each in (*self.sources, *self.evaluated)}
+            if complete and not self._mixed:
+                refuse_unused_names([*filter(None, self._firsts.values())], reading)
         return read_documents(source, records, limit, self.settings, self.tokenizer, self.vocabulary_size, folder)
 
     def _held_out(self, source: Source, folder: ArrayFolder) -> Part:
@@ -224,11 +218,12 @@ def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenize
     return "\n".join([*lines, *train.remarks, f"an epoch has {counted(train.rows, 'rows')}: {', '.join(shares)}"])
 
 
-def _unused_template(settings: Settings, parts: list[Part]) -> list[str]:
+def _without_effect(settings: Settings, parts: list[Part]) -> Iterator[str]:
+    if settings.eval_data is not None and settings.eval_fraction not in (0, Settings.eval_fraction):
+        yield f"--eval-fraction {settings.eval_fraction:g}: nothing of --data is held out next to --eval-data"
     chats = [rows.documents.chat for part in parts for rows in (part.train, part.evaluation) if rows is not None]
-    if settings.chat_template is None or any(chats):
-        return []
-    return ["--chat-template: no data set has conversations, so it is only exported with the model"]
+    if settings.chat_template is not None and not any(chats):
+        yield "--chat-template: no data set has conversations, so it is only exported with the model"
 
 
 def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -216,17 +216,19 @@ def refuse_unused_names(firsts: list[Record], reading: Reading) -> None:
     """Raises InputError if an option names a column by which no data set can be read. `firsts`: each data set's first
     row. `reading`: has the columns' names. Does nothing if no format at all fits a data set, which `find_format`
     refuses with advice."""
+    tables = [first for first in firsts if first.named]
     fitting = [
-        [columns for columns, _, _ in _formats(reading) if first.columns.keys() >= {*columns}] for first in firsts
+        [columns for columns, _, _ in _formats(reading) if first.columns.keys() >= {*columns}] for first in tables
     ]
     if not all(fitting):
         return
     usable = {column for formats in fitting for columns in formats for column in columns}
+    usable |= {reading.text} if not tables else set()  # texts have no columns, so --text-field does not matter
     pair = {reading.prompt: reading.completion, reading.completion: reading.prompt}
     for option, column in reading.named.items():
         if firsts and column not in usable:
             place = f" next to {pair[column]}" if column in pair else ""
-            columns = _listed(dict.fromkeys(name for first in firsts for name in first.columns))
+            columns = _listed(dict.fromkeys(name for first in tables for name in first.columns))
             raise InputError(f"{option} {column}: no data set has this column{place}; the columns are {columns}")
 
 

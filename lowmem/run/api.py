@@ -82,15 +82,16 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     set for the whole process. The RAM cap limits only the plan. A batch may have at most `settings.batch` sequences of
     `settings.seq` tokens. `resume`: a checkpoint, or a folder with checkpoints, whose newest undamaged one is loaded.
     Loads initial weights if `resume` is None or, with a UserWarning, has no checkpoint. Also warns if fused kernels or
-    page-locked memory cannot be used. Raises LowmemError for errors that a user can cause."""
+    page-locked memory cannot be used. Raises LowmemError for errors that a user can cause, such as settings that only
+    a run follows (`resume`, `plan_only`, `preview`)."""
     _check_kind(settings)
     if settings.resume not in ("auto", "never"):
         raise InputError(f"Settings(resume=...) is of lowmem.train: call lowmem.load(..., resume={settings.resume!r}).")
     if settings.trains_nothing:
-        raise InputError("plan_only and preview train nothing: call lowmem.plan(settings), or leave them out.")
+        raise InputError("plan_only and preview train nothing: leave them out, or call lowmem.plan(settings).")
     devices.set_environment()
     said: list[str] = []
-    settings = with_recognized_model(replace(settings, plan_only=False), said.append)
+    settings = with_recognized_model(settings, said.append)
     with process_aside() as aside:
         ranks = ExitStack().enter_context(joined(settings.device))  # for as long as the process lives
         checkpoints = []

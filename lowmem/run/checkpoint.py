@@ -57,6 +57,7 @@ def save_checkpoint(
     metrics.jsonl; None: no such file is saved. Keeps the newest `keep_last` checkpoints and the one after step `best`.
     Removes all others, also any with more steps than this one. Raises NotSaved, with earlier checkpoints intact, if the
     files cannot be written."""
+    assert not any(part.has_gradient for part in store.parts), "flush was not called"
     final = checkpoint_of(folder, state["step"])
     root = final.parent
     temporary = root / (TEMPORARY + final.name)

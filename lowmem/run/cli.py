@@ -31,12 +31,11 @@ TRAIN = {
     "by signals, 1 anything else.",
 }
 
-_NEGATIVE = re.compile(r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan)([kmgt]?i?b|[kmgt])?$", re.IGNORECASE)
+_NEGATIVE = re.compile(r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan)([kmgt]?i?b|[kmgt]|s|min|h)?$", re.IGNORECASE)
 _HINTS = {item.name: item.type for item in fields(Settings)}
 _REPLACED = {  # {option: options of lower layers that it replaces, because they set the same thing}
     **{"steps": ("epochs",), "epochs": ("steps",)},
     **{"batch": (PER_DEVICE, ACCUMULATION), PER_DEVICE: ("batch",), ACCUMULATION: ("batch",)},
-    "eval_data": ("eval_fraction",),
 }
 
 

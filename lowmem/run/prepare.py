@@ -286,8 +286,8 @@ def _check_evaluations(settings: Settings, data: Data, steps: int, say: Say) -> 
     if not data.evaluations and settings.eval_every is not None:
         say("nothing is held out, so --eval-every does nothing")
     elif names and settings.eval_every >= steps:
-        run = f"the run has {counted(steps, 'steps')}, so only the last one is evaluated"
-        say(f"{names}: nothing to compare, because --eval-every is {settings.eval_every} and {run}")
+        run = f"the run has {counted(steps, 'steps')}"
+        say(f"{names}: only the last step is evaluated, because --eval-every is {settings.eval_every} and {run}")
 
 
 def _say_where_states_are(plan: Plan, ranks: Ranks, log: RunLog) -> None:

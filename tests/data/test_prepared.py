@@ -21,8 +21,7 @@ from tests.data.test_long_text import small_windows
 
 
 def prepare(folder, spec, tokenizer=None, **options):
-    share = 0 if "eval_data" in options else 0.2
-    return load(spec, tokenizer, folder=folder, **{"pack": "sorted", "eval_fraction": share} | options)
+    return load(spec, tokenizer, folder=folder, **{"pack": "sorted", "eval_fraction": 0.2} | options)
 
 
 @pytest.fixture
