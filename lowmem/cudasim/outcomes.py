@@ -49,9 +49,10 @@ def may_resize(func) -> bool:
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the cache key of an operation: function; shapes, strides and dtypes of tensors; other arguments. Returns
-    None if its costs cannot be cached: a tensor has data or is passed twice, or an object is no plain value."""
-    signature = [func]
+    """Returns the cache key of an operation: function; default dtype, which decides some results' dtype; shapes,
+    strides and dtypes of tensors; other arguments. Returns None if its costs cannot be cached: a tensor has data or is
+    passed twice, or an object is no plain value."""
+    signature = [func, torch.get_default_dtype()]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None
 

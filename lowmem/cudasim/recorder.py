@@ -120,13 +120,14 @@ class Recorder(TorchDispatchMode):
             result = self.device_model.run(func, args, kwargs)
         if not self._paused:
             if outcome is None:
-                outcome = self._outcome(func, args, kwargs, result)
+                made = None if key is None else new_tensors_of(func, args, kwargs, result)
+                outcome = self._outcome(func, args, kwargs, result, made)
                 if key is not None:
                     self._outcomes[key] = outcome
             self._record(func, args, result, outcome)
         return result
 
-    def _outcome(self, func, args: tuple, kwargs: dict, result) -> Outcome:
+    def _outcome(self, func, args: tuple, kwargs: dict, result, made: tuple | None) -> Outcome:
         model, results = self.device_model, tensors_in(result)
         owners = results[:1] if is_view(func) else results  # views share a storage, and may be more the next time
         places = {id(tensor): index for index, tensor in enumerate(results)}
@@ -135,7 +136,7 @@ class Recorder(TorchDispatchMode):
         if results and not any(map(is_simulated, results)):  # user code on the CPU
             seconds, temporaries = 0.0, ()
         return Outcome(
-            new_tensors_of(func, args, kwargs, result),
+            made,
             tuple(places[id(tensor)] for tensor in model.allocated(func, args, kwargs, owners)),
             tuple(temporaries),
             tuple(Span.of_operation(each, seconds) for each in host),

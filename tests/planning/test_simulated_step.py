@@ -334,3 +334,18 @@ def test_an_operation_with_known_shapes_is_not_run_again_if_its_results_are_new_
     assert set(run) == {
         aten.t.default, aten.split.Tensor, aten.add_.Tensor, aten.view.default, aten.slice.Tensor, aten.copy_.default
     }, "views, and what changes a tensor"  # fmt: skip
+
+
+def test_a_known_operation_makes_tensors_of_the_default_dtype_of_today():
+    """Seen to fail: a model that was made in bf16 after one in fp32 took the bytes of fp32."""
+    bytes_of, outcomes = [], {}
+    for dtype in (torch.float32, torch.bfloat16):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with Recorder(outcomes=outcomes) as recorder:
+                made = torch.empty(64, device="meta"), torch.ones(32, dtype=torch.int64, device="meta").sqrt()
+                bytes_of.append((recorder.tape.peak_bytes(), *(tensor.dtype for tensor in made)))
+        finally:
+            torch.set_default_dtype(before)
+    assert bytes_of == [(256 + 256 + 128, *[torch.float32] * 2), (128 + 256 + 64, *[torch.bfloat16] * 2)]
