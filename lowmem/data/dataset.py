@@ -95,7 +95,6 @@ class _Reader:
         rows = math.ceil((settings.steps or 0) * settings.batch / (1 - settings.eval_fraction)) + 1
         self.needed_rows = settings.batch if settings.fixed_batch else rows
         self._firsts: dict[str, Record | None] = {}  # {data set: the row that decides its format}, for named columns
-        self._mixed = False  # True if a data set begins with a text, and has tables, whose columns are not known yet
 
     def read(self, folder: ArrayFolder) -> list[Part]:
         """Tokenizes the data sets into files in `folder`. Returns a Part (training and held-out documents) for each
@@ -129,12 +128,19 @@ class _Reader:
         if reading.named:
             first, records = with_first_filled(iter(records), reading)
             self._firsts.setdefault(source.spec, first)
-            has_tables = any(str(path).lower().endswith(TABLE_SUFFIXES) for path in source.content)
-            self._mixed |= first is not None and not first.named and has_tables
-            complete = self._firsts.keys() >= {each.spec for each in (*self.sources, *self.evaluated)}
-            if complete and not self._mixed:
-                refuse_unused_names([*filter(None, self._firsts.values())], reading)
+            self._check_named_columns(reading)
         return read_documents(source, records, limit, self.settings, self.tokenizer, self.vocabulary_size, folder)
+
+    def _check_named_columns(self, reading: Reading) -> None:
+        """Refuses unused names of columns (formats.py) when the first row of each data set is known."""
+        sources = {source.spec: source for source in (*self.sources, *self.evaluated)}
+        if self._firsts.keys() < sources.keys():
+            return
+        for spec, first in self._firsts.items():
+            tables = (path for path in sources[spec].content if str(path).lower().endswith(TABLE_SUFFIXES))
+            if first is not None and not first.named and any(tables):
+                return  # a text, and behind it tables whose columns are not known yet
+        refuse_unused_names([*filter(None, self._firsts.values())], reading)
 
     def _held_out(self, source: Source, folder: ArrayFolder) -> Part:
         records = source.train if source.evaluation is None else source.evaluation
