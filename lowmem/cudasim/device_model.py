@@ -69,7 +69,7 @@ def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int]
         workspace_bytes=cuda_ops.workspace_bytes(card.capability, workspaces, torch_version),
         allocated=cuda_ops.allocated,
         storage_bytes=cuda_ops.STORAGE_BYTES,
-        seconds=partial(roofline.operation_seconds, card),
+        seconds=partial(roofline.operation_seconds, card, deterministic=not plain),
         host_seconds=(roofline.HOST_SECONDS_PER_OPERATION, roofline.HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds=dict(_more_host_seconds),
     )

@@ -109,6 +109,11 @@ class Card:
         return self.rates["fp32"].peak / (self.multiprocessors * per_clock)
 
     @property
+    def sustained_bytes_per_second(self) -> float:
+        """Returns the bytes of GPU memory per second that kernels read and write."""
+        return self.memory_bytes_per_second * self.memory_share
+
+    @property
     def link_bytes_per_second(self) -> float | None:
         """Returns the bytes per second that a card receives over NVLink; None without NVLink."""
         return None if self.nvlink_bytes_per_second is None else NVLINK_SHARE * self.nvlink_bytes_per_second

@@ -14,27 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lowmem.cudasim import attention
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
 from lowmem.cudasim.gpus import Card
 
 HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager forward operation; assumed
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
 KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
-# Speed of fused attention, relative to a large product on the same card: (kernel, on Hopper): (forward, backward). A
-# tile on the diagonal of causal attention counts whole. Flash's shares are for infinitely long rows. For heads of 64:
-# flash: RTX 4090 0.90, 0.61 (apache/tvm, tl_doc/flash_perf.md), RTX A5000 0.93, 0.8 (gpu-mode/ring-attention#10). These
-#   kernels are made for Ampere and do not use the product instructions of Hopper: H100 0.38, 0.37 (arXiv:2407.08608).
-#   Short rows are slower: 0.25, 0.20 on an H200 for 1,024 tokens (measured; see _ELEMENTS_PER_CLOCK).
-# efficient: 0.6 to 0.8, 0.3 to 0.5 of flash's speed (Dao-AILab/flash-attention#416). On Hopper fitted to the slowdown
-#   of steps of 16,384 tokens on an H200 (NVIDIA/cudnn-frontend, benchmark/Llama-3.2-1B-Training).
-ATTENTION_SHARES = {
-    ("flash", False): (1.0, 0.78),
-    ("flash", True): (0.42, 0.39),
-    ("efficient", False): (0.6, 0.4),
-    ("efficient", True): (0.25, 0.15),
-}
-HALF_SPEED_TOKENS = {False: 250, True: 700}  # {on Hopper: tokens}: rows of this length reach half of flash's share
-_ATTENTION_TILE = 128  # tokens
 # Elements that a multiprocessor processes per clock, in kernels that may be slower than memory. Measured on an H200, in
 # a step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). Random numbers are assumed to cost
 # a norm and a sum what they cost PyTorch's dropout; this was not measured. MIXED and STRIDED are for kernels without
@@ -61,16 +47,6 @@ _SMALLEST_TILE = 16
 _SMALLEST_SPLIT = 256  # fewest terms of a sum that one more multiprocessor is worth
 
 _aten = torch.ops.aten
-# By operator: kernel of ATTENTION_SHARES; 0 forward or 1 backward; index of the query among the arguments; number of
-# products over the width of query and key, and over the width of the value.
-_ATTENTION = {
-    getattr(_aten, f"_scaled_dot_product_{name}{suffix}"): (kernel, *numbers)
-    for name, kernel in (
-        ("flash_attention", "flash"), ("efficient_attention", "efficient"), ("cudnn_attention", "flash"),
-        ("flash_attention_for_cpu", "flash"),
-    )
-    for suffix, *numbers in (("", 0, 0, 1, 1), ("_backward", 1, 1, 3, 2))
-}  # fmt: skip
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 # Operators that write an argument without reading it. The second line has those of lowmem.
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
@@ -83,14 +59,16 @@ _GATHERS = {"embedding", "gather", "index", "index_select"}
 _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_", "add_rows"}
 
 
-def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
+def operation_seconds(
+    card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any, *, deterministic: bool = True
+) -> float:
     """Estimates the seconds that the GPU works on an aten operation. Returns 0 if no kernel runs (views, empty tensors,
-    `.item()`). The tensors need no data."""
+    `.item()`). The tensors need no data. `deterministic`: is torch.use_deterministic_algorithms on?"""
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
     moved = _bytes_moved(traffic, args, kwargs, result)
-    seconds = moved / (card.memory_bytes_per_second * card.memory_share)
+    seconds = moved / card.sustained_bytes_per_second
     if card.cache_bytes and traffic.results:
         cached = max(0.0, 1 - moved / (CACHE_REACH * card.cache_bytes))
         seconds *= 1 - cached * (1 - 1 / CACHE_SPEED)
@@ -99,8 +77,8 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
     first = 0 if packet is _aten._grouped_mm else MATRIX_PRODUCTS.get(packet)
     if first is not None:
         seconds = max(seconds, _product_seconds(card, args[first], args[first + 1]))
-    elif packet in _ATTENTION:
-        seconds = max(seconds, _attention_seconds(card, func, args, kwargs))
+    elif packet in attention.OPERATORS:
+        seconds = max(seconds, attention.attention_seconds(card, func, args, kwargs, deterministic))
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
         seconds = max(seconds, flops / card.sustained_flops(args[0].dtype))
@@ -207,27 +185,3 @@ def _share_in_use(
 
 def _tile_side(size: int, largest: int) -> int:
     return min(largest, max(_SMALLEST_TILE, 1 << (size - 1).bit_length()))
-
-
-def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Estimates the seconds of a fused attention kernel. Query, key and value are [B, H, T, E]."""
-    kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
-    query, key, value = args[first : first + 3]
-    inner = over_query * query.shape[3] + over_value * value.shape[3]
-    flops = 2 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * inner
-    position = _position_of_causal(func)
-    if args[position] if position < len(args) else kwargs.get("is_causal", False):
-        # skips tiles above the diagonal
-        flops *= 0.5 * (1 + min(1.0, _ATTENTION_TILE / key.shape[2]))
-    if not flops:
-        return 0.0
-    hopper = card.capability[0] == 9 and query.dtype.itemsize == 2
-    share = ATTENTION_SHARES[kernel, hopper][backward]
-    if kernel == "flash":
-        share *= key.shape[2] / (key.shape[2] + HALF_SPEED_TOKENS[hopper])
-    return flops / (card.sustained_flops(query.dtype) * share)
-
-
-@cache
-def _position_of_causal(func: torch._ops.OpOverload) -> int:
-    return [argument.name for argument in func._schema.arguments].index("is_causal")

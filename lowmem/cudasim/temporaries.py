@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from lowmem.cudasim.attention import gradients_of_queries
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
 from lowmem.cudasim.losses import LOSSES
 from lowmem.cudasim.reductions import WIDE, Gpu, bytes_each, staging_bytes
@@ -84,10 +85,9 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
     transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * round_up(T, 128)
-    # Deterministic kernels have the gradient of the queries once for each part of the keys.
-    splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
-    # copies, a sum per row, and the gradient of the queries in fp32
-    return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
+    gradients = gradients_of_queries(gpu.multiprocessors, B * H) if gpu.deterministic else 1
+    # copies, a sum per row, and the gradients of the queries in fp32
+    return *_copies(grad_out, out), rows * 4, gradients * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lowmem.cudasim.gpus import (
     CARDS,
@@ -21,10 +20,8 @@ from lowmem.cudasim.gpus import (
     multiprocessor,
 )
 from lowmem.cudasim.roofline import (
-    ATTENTION_SHARES,
     CACHE_REACH,
     CACHE_SPEED,
-    HALF_SPEED_TOKENS,
     KERNEL_SECONDS,
     MIXED_PER_CLOCK,
     STRIDED_PER_CLOCK,
@@ -408,37 +405,7 @@ def test_small_new_results_move_at_the_last_level_caches_speed_and_large_ones_at
     assert 1e9 * work(replace(PLAIN, cache_bytes=10**12), aten.neg_.default, x) == pytest.approx(8_000), "in place"
 
 
-# --- attention ---
-
-
-@pytest.mark.parametrize("kind", ["flash_attention", "efficient_attention", "flash_attention_for_cpu"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("hopper", [False, True])
-def test_attention_counts_what_torch_counts_and_the_tiles_below_the_diagonal_where_it_is_causal(kind, causal, hopper):
-    card = replace(FAST_MEMORY, capability=(9, 0)) if hopper else FAST_MEMORY
-    kernel = "efficient" if "efficient" in kind else "flash"
-    reached = 512 / (512 + HALF_SPEED_TOKENS[hopper]) if kernel == "flash" else 1.0  # keys of a row
-    forward_share, backward_share = (share * reached for share in ATTENTION_SHARES[kernel, hopper])
-    query, key = meta(2, 3, 400, 16, dtype=BF16), meta(2, 3, 512, 16, dtype=BF16)
-    value = meta(2, 3, 512, 24, dtype=BF16)
-    counted = 5 / 8 if causal else 1  # of four tiles of 128 in a row, 1, 2, 3, 4: 10 of 16
-    forward = getattr(aten, f"_scaled_dot_product_{kind}").default
-    given = (query, key, value) + ((None, False) if kind == "efficient_attention" else ())
-    flops = sdpa_flop_count(query.shape, key.shape, value.shape) * counted
-    output = meta(2, 3, 400, 24, dtype=BF16)
-    seconds = operation_seconds(card, forward, (*given, 0.0, causal), {}, (output,))
-    assert seconds - KERNEL_SECONDS == pytest.approx(flops / (1e12 * forward_share))
-    by_name = operation_seconds(card, forward, given, {"is_causal": causal}, (output,))
-    assert by_name == seconds
-
-    backward = getattr(aten, f"_scaled_dot_product_{kind}_backward").default
-    names = [argument.name for argument in backward._schema.arguments]
-    arguments = [None] * len(names)
-    arguments[:4] = output, query, key, value
-    arguments[names.index("is_causal")] = causal
-    flops = sdpa_backward_flop_count(output.shape, query.shape, key.shape, value.shape) * counted
-    seconds = operation_seconds(card, backward, tuple(arguments), {}, (query, key, value))
-    assert seconds - KERNEL_SECONDS == pytest.approx(flops / (1e12 * backward_share))
+# --- other operations ---
 
 
 def test_other_operations_that_torch_counts_are_counted_its_way():
