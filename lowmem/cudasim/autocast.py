@@ -7,6 +7,7 @@ apply to operators that PyTorch's own functions call.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -132,89 +133,59 @@ def _widened(value):
 def _register() -> None:
     others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY)
-    for names, rule_of in (
-        (IN_16_BIT, _in_16_bit), (IN_FP32, _in_fp32), (RESULT_IN_FP32, _result_in_fp32), (NORMS, _norm_in_fp32),
-        (WIDEST, _widest), (REFUSED, _refused),
+    for names, rule in (
+        (IN_16_BIT, partial(_cast, narrowed)), (IN_FP32, partial(_cast, _widened)), (RESULT_IN_FP32, _result_in_fp32),
+        (NORMS, _norm_in_fp32), (WIDEST, _widest), (REFUSED, _refused),
     ):  # fmt: skip
         for name in names:
             packet, _, overload = name.partition(".")
-            aten.impl(name, _without_autocast(rule_of(getattr(getattr(_aten, packet), overload or "default"))), _KEY)
+            operator = getattr(getattr(_aten, packet), overload or "default")
+            aten.impl(name, partial(_without_autocast, rule, operator), _KEY)
     _libraries.extend((others, aten))
 
 
-def _without_autocast(function: Callable) -> Callable:
+def _without_autocast(rule: Callable, operator, *args, **kwargs):
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
-
-    def run(*args, **kwargs):
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return function(args, kwargs)
-
-    return run
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return rule(operator, args, kwargs)
 
 
-def _in_16_bit(operator) -> Callable:
-    def run(args: tuple, kwargs: dict):
-        args, kwargs = tree_map(narrowed, (args, kwargs))
-        return operator(*args, **kwargs)
-
-    return run
+def _cast(convert: Callable, operator, args: tuple, kwargs: dict):
+    args, kwargs = tree_map(convert, (args, kwargs))
+    return operator(*args, **kwargs)
 
 
-def _in_fp32(operator) -> Callable:
-    def run(args: tuple, kwargs: dict):
-        args, kwargs = tree_map(_widened, (args, kwargs))
-        return operator(*args, **kwargs)
-
-    return run
-
-
-def _result_in_fp32(operator) -> Callable:
+def _result_in_fp32(operator, args: tuple, kwargs: dict):
     arguments = operator._schema.arguments
     place = next(place for place, argument in enumerate(arguments) if argument.name == "dtype")
     of_halves = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}.get(operator)
-
-    def run(args: tuple, kwargs: dict):
-        given = args[place] if len(args) > place else kwargs.get("dtype")
-        if given is not None or not _eligible(args[0]):
-            return operator(*args, **kwargs)
-        if of_halves and args[0].dtype is torch.float16:
-            return of_halves(*args[:2], True)
-        if arguments[place].kwarg_only:
-            return operator(*args, **{**kwargs, "dtype": torch.float32})
-        return operator(*args[:place], torch.float32)
-
-    return run
-
-
-def _norm_in_fp32(operator) -> Callable:
-    with_dtype = NORMS[f"norm.{operator._overloadname}"]
-
-    def run(args: tuple, kwargs: dict):
-        if not _eligible(args[0]):
-            return operator(*args, **kwargs)
-        if operator is _aten.norm.ScalarOpt_dim:
-            args = *args, *(False,) * (4 - len(args))
-        elif len(args) < 2:
-            args = *args, 2
-        return with_dtype(*args, dtype=torch.float32, **kwargs)
-
-    return run
-
-
-def _widest(operator) -> Callable:
-    def run(args: tuple, kwargs: dict):
-        if any(_eligible(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map(_widened, (args, kwargs))
+    given = args[place] if len(args) > place else kwargs.get("dtype")
+    if given is not None or not _eligible(args[0]):
         return operator(*args, **kwargs)
+    if of_halves and args[0].dtype is torch.float16:
+        return of_halves(*args[:2], True)
+    if arguments[place].kwarg_only:
+        return operator(*args, **{**kwargs, "dtype": torch.float32})
+    return operator(*args[:place], torch.float32)
 
-    return run
 
-
-def _refused(operator) -> Callable:
-    def run(args: tuple, kwargs: dict):
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
-            name = operator._schema.name.removeprefix("aten::")
-            raise InputError(f"autocast's rule for torch's {name} is not written down here; use fp32")
+def _norm_in_fp32(operator, args: tuple, kwargs: dict):
+    if not _eligible(args[0]):
         return operator(*args, **kwargs)
+    if operator is _aten.norm.ScalarOpt_dim:
+        args = *args, *(False,) * (4 - len(args))
+    elif len(args) < 2:
+        args = *args, 2
+    return NORMS[f"norm.{operator._overloadname}"](*args, dtype=torch.float32, **kwargs)
 
-    return run
+
+def _widest(operator, args: tuple, kwargs: dict):
+    wide = any(_eligible(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs)))
+    return _cast(_widened, operator, args, kwargs) if wide else operator(*args, **kwargs)
+
+
+def _refused(operator, args: tuple, kwargs: dict):
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+        name = operator._schema.name.removeprefix("aten::")
+        raise InputError(f"autocast's rule for torch's {name} is not written down here; use fp32")
+    return operator(*args, **kwargs)

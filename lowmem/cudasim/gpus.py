@@ -93,11 +93,10 @@ class Card:
     capability: Capability
     multiprocessors: int
     rates: dict[str, Rate] = field(hash=False)  # by precision; a card without bf16 units has no "bf16"
-    memory_bytes_per_second: float  # by the data sheet; kernels reach a share of it, `memory_share`
+    memory_bytes_per_second: float  # by the data sheet; kernels reach MEMORY_SHARE of it
     bus_bytes_per_second: float  # of a page-locked copy if the other direction is idle
     reported_names: tuple[str, ...]  # by torch.cuda.get_device_name, without "NVIDIA"
     source: str
-    memory_share: float = MEMORY_SHARE
     measured: bool = True  # whether the shares in `rates` were measured on such a card, not assumed
     nvlink_bytes_per_second: float | None = None  # of one direction, by the data sheet; None if there is none
     cache_bytes: int = 0  # of the last-level cache; 0 if measurements show it no faster than memory
@@ -111,7 +110,7 @@ class Card:
     @property
     def sustained_bytes_per_second(self) -> float:
         """Returns the bytes of GPU memory per second that kernels read and write."""
-        return self.memory_bytes_per_second * self.memory_share
+        return self.memory_bytes_per_second * MEMORY_SHARE
 
     @property
     def link_bytes_per_second(self) -> float | None:

@@ -2,6 +2,7 @@
 aten/src/ATen/native."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -11,18 +12,13 @@ _aten = torch.ops.aten
 
 
 # Sources: Loss.cpp, cuda/Loss.cu.
-def _losses(reduced_in_place: bool) -> Callable:
-    """Returns a function that computes the temporaries of one loss. If the loss is reduced, a tensor holds the losses
-    of all elements: a temporary, or the result's storage if `reduced_in_place`."""
-
-    def temporaries(gpu: Gpu, result, input, target, *_, **__):
-        if result.dim():
-            return ()
-        losses = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=result.dtype, device="meta")
-        sums = staging_bytes(gpu, losses, None, result.itemsize, vector=WIDE)
-        return (result.itemsize if reduced_in_place else losses.numel() * losses.itemsize), *sums
-
-    return temporaries
+def _losses(gpu: Gpu, result, input, target, *_, reduced_in_place: bool = False, **__):
+    if result.dim():
+        return ()
+    # The losses of all elements are a temporary, or `reduced_in_place`: then they have the result's storage.
+    losses = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=result.dtype, device="meta")
+    sums = staging_bytes(gpu, losses, None, result.itemsize, vector=WIDE)
+    return (result.itemsize if reduced_in_place else losses.numel() * losses.itemsize), *sums
 
 
 # Source: Loss.cpp.
@@ -40,11 +36,11 @@ def _soft_margin_backward(gpu: Gpu, result, gradient, input, *_, **__):
 
 
 LOSSES: dict[torch._ops.OpOverload, Callable] = {
-    _aten.mse_loss.default: _losses(reduced_in_place=False),
-    _aten.smooth_l1_loss.default: _losses(reduced_in_place=False),
-    _aten.huber_loss.default: _losses(reduced_in_place=False),
-    _aten.binary_cross_entropy.default: _losses(reduced_in_place=True),
+    _aten.mse_loss.default: _losses,
+    _aten.smooth_l1_loss.default: _losses,
+    _aten.huber_loss.default: _losses,
+    _aten.binary_cross_entropy.default: partial(_losses, reduced_in_place=True),
     _aten.binary_cross_entropy_with_logits.default: _losses_of_logits,
-    _aten.soft_margin_loss.default: _losses(reduced_in_place=True),
+    _aten.soft_margin_loss.default: partial(_losses, reduced_in_place=True),
     _aten.soft_margin_loss_backward.default: _soft_margin_backward,
 }

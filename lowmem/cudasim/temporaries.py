@@ -7,6 +7,7 @@ allocator. "assumed" marks figures that no test can show.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -176,22 +177,19 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
     return *copy, *(entries * indices.itemsize for entries in tables), partial_runs * gradient.shape[-1] * 4
 
 
-def _norm_backward(weights: int) -> Callable:
-    """Returns a function that computes the temporaries of a norm's backward. `weights`: 2 for LayerNorm (weight and
-    bias), 1 for RMSNorm. Source: cuda/layer_norm_kernel.cu."""
-
-    def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
-        columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
-        # With more rows, and too few columns to keep all multiprocessors busy, the weights' gradients are first summed
-        # over blocks of rows.
-        if rows <= 64 * 1024 or columns // 32 >= gpu.multiprocessors // 2:
-            return ()
-        blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
-        sums = gradient.new_empty(blocks, columns, device="meta")
-        sum_of_sums = columns * gradient.itemsize  # takes the place of a result
-        return *bytes_each(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=WIDE)
-
-    return temporaries
+# Source: cuda/layer_norm_kernel.cu.
+def _norm_backward(gpu: Gpu, result, gradient, input, shape: list[int], *_, weights: int, **__):
+    """Returns the bytes of the temporaries of a norm's backward. `weights`: 2 for LayerNorm (weight and bias), 1 for
+    RMSNorm."""
+    columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
+    # With more rows, and too few columns to keep all multiprocessors busy, the weights' gradients are first summed over
+    # blocks of rows.
+    if rows <= 64 * 1024 or columns // 32 >= gpu.multiprocessors // 2:
+        return ()
+    blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
+    sums = gradient.new_empty(blocks, columns, device="meta")
+    sum_of_sums = columns * gradient.itemsize  # takes the place of a result
+    return *bytes_each(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=WIDE)
 
 
 # Source: TensorAdvancedIndexing.cpp.
@@ -299,8 +297,8 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.native_layer_norm_backward.default: _norm_backward(weights=2),
-    _aten._fused_rms_norm_backward.default: _norm_backward(weights=1),
+    _aten.native_layer_norm_backward.default: partial(_norm_backward, weights=2),
+    _aten._fused_rms_norm_backward.default: partial(_norm_backward, weights=1),
     _aten.index.Tensor: _index,
     _aten.scatter_add.default: _scatter_add,
     _aten.scatter_add_.default: _scatter_add,

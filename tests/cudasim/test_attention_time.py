@@ -10,7 +10,7 @@ from experiments.gpu_acceptance.levers import SHAPES
 from experiments.harness.rows import read
 from lowmem.cudasim.attention import HALF_SPEED_TOKENS, SHARES, gradients_of_queries
 from lowmem.cudasim.device_model import gpu_model
-from lowmem.cudasim.gpus import CARDS, Card, Rate
+from lowmem.cudasim.gpus import CARDS, MEMORY_SHARE, Card, Rate
 from lowmem.cudasim.roofline import KERNEL_SECONDS, operation_seconds
 from lowmem.models.build import load_config
 from tests.published.test_published import ROWS
@@ -117,7 +117,7 @@ def test_many_heads_take_as_long_as_all_their_blocks_one_after_another(heads, de
 
 
 def test_further_gradients_of_the_queries_are_written_and_read():
-    card = replace(ONE, multiprocessors=8, memory_bytes_per_second=1e9, memory_share=0.5)
+    card = replace(ONE, multiprocessors=8, memory_bytes_per_second=0.5e9 / MEMORY_SHARE)
     x = meta(1, 2, 1024, 64)  # two heads on eight multiprocessors: four gradients
     free_memory = replace(card, memory_bytes_per_second=1e30)
     further = 3 * 2 * 1024 * 64 * 4

@@ -11,6 +11,7 @@ from lowmem.cudasim.gpus import (
     CARDS,
     DUPLEX_SHARE,
     EMULATED_SHARE,
+    MEMORY_SHARE,
     MULTIPROCESSORS,
     PC_RAM_BYTES_PER_SECOND,
     Card,
@@ -38,7 +39,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # 1e9 bytes/s, and 1e12 sustained FLOP/s in bf16: bytes are nanoseconds. Four multiprocessors.
 PLAIN = Card(
     "plain", 2**30, (8, 0), 4, {"bf16": Rate(2e12, 0.5), "fp16": Rate(2e12, 0.5), "fp32": Rate(1e11, 1.0)},
-    memory_bytes_per_second=2e9, bus_bytes_per_second=1e8, reported_names=(), source="made up", memory_share=0.5,
+    memory_bytes_per_second=1e9 / MEMORY_SHARE, bus_bytes_per_second=1e8, reported_names=(), source="made up",
 )  # fmt: skip
 FAST_MEMORY = replace(PLAIN, memory_bytes_per_second=1e30)
 
