@@ -19,7 +19,7 @@ from experiments.harness.options import check_rows, exit_code_of, parser_of, und
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.cudasim.autocast import CudaAutocast
+from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import build_model, load_config, make_decoder
@@ -121,7 +121,7 @@ def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
     ends = [0.0]
     with recorder, target.device_model.functions():
         for _ in range(2):
-            with CudaAutocast():
+            with autocast_simulated(), torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             model.zero_grad()

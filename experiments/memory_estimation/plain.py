@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from lowmem.core.decoder import Decoder
-from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.peak import record
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
@@ -54,7 +53,7 @@ def _ordinary_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: 
     optimizer = make_optimizer(model)
     for _ in range(_STEPS):
         phase[0] = "forward"
-        with CudaAutocast(torch.bfloat16 if bf16 else None):
+        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         phase[0] = "backward"
         loss.backward()

@@ -6,7 +6,7 @@ apply to operators that PyTorch's own functions call.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -52,23 +52,10 @@ _libraries: list[torch.library.Library] = []  # the registrations end with these
 _copies: dict[Tensor, Tensor] = {}  # {weight: its 16-bit copy}, by identity
 
 
-class CudaAutocast(ExitStack):
-    """Simulates torch.autocast("cuda", dtype) for a model's forward pass on tensors without data. With a dtype of None,
-    autocast is off, even inside another CudaAutocast. Raises InputError if an operator in REFUSED is called."""
-
-    def __init__(self, dtype: torch.dtype | None = torch.bfloat16):
-        super().__init__()
-        self._dtype = dtype
-
-    def __enter__(self):
-        self.enter_context(autocast_simulated())
-        self.enter_context(torch.autocast("cuda", self._dtype, enabled=self._dtype is not None))
-        return self
-
-
 @contextmanager
 def autocast_simulated() -> Iterator[None]:
-    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to tensors without data."""
+    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to tensors without data. Operators in REFUSED
+    raise InputError then."""
     autocast = torch.autocast
     make, enter, enable, clear = autocast.__init__, autocast.__enter__, torch.set_autocast_enabled, _copies.clear
     before, clear_cache = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache

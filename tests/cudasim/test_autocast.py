@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lowmem
 from lowmem.cudasim import autocast
-from lowmem.cudasim.autocast import CudaAutocast
+from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.errors import InputError
 
 TORCH = Path(torch.__file__).parent
@@ -56,7 +56,7 @@ def test_what_cudas_autocast_runs_in_16_bit_runs_in_bf16(entry):
     name, args = entry[0], entry[1]
     if name in NOT_ON_META:
         pytest.skip("the list's arguments do not run")
-    with CudaAutocast():
+    with autocast_simulated(), torch.autocast("cuda", torch.bfloat16):
         function = getattr(torch._C._nn if entry in LISTS.nn_fp16 else torch, name)
         if name in REFUSED:
             with pytest.raises(InputError, match=name):
@@ -70,13 +70,13 @@ def test_what_cudas_autocast_runs_in_16_bit_runs_in_bf16(entry):
 def test_what_cudas_autocast_runs_in_fp32_does_so_here(entry):
     name, args, kwargs = entry[0], entry[1], entry[2] if len(entry) > 2 else {}
     assert name in BASE_NAMES
-    with CudaAutocast():
+    with autocast_simulated(), torch.autocast("cuda", torch.bfloat16):
         assert getattr(torch._C._nn if entry in LISTS.nn_fp32 else torch, name)(*args, **kwargs).dtype is torch.float32
 
 
 def test_a_weights_bf16_copy_is_made_once_and_an_activations_each_time():
     weight, x = meta(4, 4, grad=True), meta(2, 4)
-    with CudaAutocast():
+    with autocast_simulated(), torch.autocast("cuda", torch.bfloat16):
         first = F.linear(x, weight)
         (copy,) = autocast._copies.values()
         second = x @ weight
@@ -94,7 +94,7 @@ def test_a_weights_bf16_copy_is_made_once_and_an_activations_each_time():
 
 def test_arguments_of_different_dtypes_get_the_widest():
     x, narrow = meta(3), meta(3, dtype=torch.bfloat16)
-    with CudaAutocast():
+    with autocast_simulated(), torch.autocast("cuda", torch.bfloat16):
         assert torch.addcmul(x, narrow, x).dtype is torch.float32 and torch.dot(narrow, x).dtype is torch.float32
         assert torch.dot(narrow, narrow).dtype is torch.bfloat16
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
 
-from lowmem.cudasim.autocast import CudaAutocast
+from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.models.build import build_model
 from tests.cuda.recorded_model import AdamW, Model, Size, cross_entropy
 from tests.published.checked_transformer import CheckedModel, InPlaceAdamW, cross_entropy_of_logits
@@ -37,7 +37,7 @@ def _tokens(point: Point) -> Tensor:
 def _autocast(point: Point, forward: Callable[[], Tensor]) -> Tensor:
     if point.group["precision"] != "bf16 autocast":
         return forward()
-    with CudaAutocast():
+    with autocast_simulated(), torch.autocast("cuda", torch.bfloat16):
         return forward()
 
 
