@@ -6,7 +6,6 @@ tensors without data. A test compares this tape, entry by entry, with that of a 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,14 +45,10 @@ class _Known:
 
 class ReplayedOperations:
     """Replaces `operations` (parts of a training step, such as a segment's forward) in a simulation. Executes each one
-    once per shape, and later replays its recording. `known`: a cache of recordings; None executes all operations.
-    `functions`: returns a context manager in which PyTorch's functions act as on the simulated device."""
+    once per shape, and later replays its recording. `known`: a cache of recordings; None executes all operations."""
 
-    def __init__(
-        self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
-        functions: Callable[[], AbstractContextManager],
-    ):  # fmt: skip
-        self._operations, self._recorder, self._known, self._functions = operations, recorder, known, functions
+    def __init__(self, operations: Operations, recorder: Recorder, known: dict[tuple, _Known] | None):
+        self._operations, self._recorder, self._known = operations, recorder, known
         decoder = operations.decoder
         self._tables: list[Tensor] = []
         # Forward passes that wait for their backward, by the id of their SavedSegment. The value is the Region of an
@@ -130,7 +125,7 @@ class ReplayedOperations:
                 saved = SavedSegment(hidden.detach())
             self._forwards[id(saved)] = base
             return output, saved
-        with self._recorder.region("live_blocks") as region, self._functions():
+        with self._recorder.region("live_blocks") as region, self._recorder.device_model.functions():
             output, saved = run(segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
         self._remember(("graph", *key), region, output)
@@ -198,7 +193,7 @@ class ReplayedOperations:
             for part, gradient in zip(new, gradients, strict=True):
                 part.gradient = gradient
             return results
-        with self._recorder.region(name, forward) as region, self._functions():
+        with self._recorder.region(name, forward) as region, self._recorder.device_model.functions():
             results = call()
         if renamed is not None:
             self._recorder.rename(results, renamed)

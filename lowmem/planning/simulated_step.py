@@ -176,10 +176,7 @@ def record_step(
     with recorder:
         recorder.take_workspaces()  # as a run does (device.py)
         _note_tensors(decoder, store, recorder)
-        operations = ReplayedOperations(
-            Operations(decoder, store, target.update), recorder,
-            known=known, functions=target.device_model.functions,
-        )  # fmt: skip
+        operations = ReplayedOperations(Operations(decoder, store, target.update), recorder, known)
         copies = None
         if target.copies is not None:
             copies = SimulatedTransfers(
