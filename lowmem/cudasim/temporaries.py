@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from lowmem.cudasim.attention import gradients_of_queries
+from lowmem.cudasim import attention
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
 from lowmem.cudasim.losses import LOSSES
 from lowmem.cudasim.reductions import WIDE, Gpu, bytes_each, staging_bytes
@@ -49,46 +49,24 @@ def _ungrouped(query, key, value) -> tuple[int, ...]:
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
 
 
-def _flash_width(D: int) -> int:
-    return round_up(D, 32 if D <= 128 else 64)
-
-
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
     """Returns the bytes of flash attention's partial results in fp32; () if it does not split the keys. Source:
     transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
-    if dropout_p > 0:
-        return ()
-    # A CUDA block works on 64 queries of one head. If this leaves multiprocessors idle, several blocks split the keys.
-    keys = 256 if D <= 64 else 128 if D <= 128 else 64
-    splits = _splits(B * H * -(-T // 64), 2 * gpu.multiprocessors, -(-key.shape[2] // keys))
+    splits = attention.splits_of_keys(gpu.multiprocessors, query, key, dropout_p)
     rows = splits * B * H * T
     # a log-sum-exp per row, and outputs
-    return (rows * 4, rows * _flash_width(D) * 4) if splits > 1 else ()
-
-
-def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns into how many parts flash attention splits the keys: 1 if `blocks` reaches 80% of `slots`, else the
-    fewest that reach 85% of the best occupancy. `blocks`: CUDA blocks without a split. `slots`: CUDA blocks that the
-    GPU runs at once. `key_blocks`: tiles of keys, the most parts possible."""
-    if blocks >= 0.8 * slots:
-        return 1
-    efficiency = {}
-    for splits in range(1, min(128, slots, key_blocks) + 1):
-        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
-            waves = blocks * splits / slots
-            efficiency[splits] = waves / math.ceil(waves)
-    return next(s for s, e in efficiency.items() if e >= 0.85 * max(efficiency.values()))
+    return (rows * 4, rows * attention.flash_width(D) * 4) if splits > 1 else ()
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
     """Returns the bytes of each temporary of flash attention's backward. Source:
     transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
-    rows = B * H * round_up(T, 128)
-    gradients = gradients_of_queries(gpu.multiprocessors, B * H) if gpu.deterministic else 1
+    rows, width = B * H * round_up(T, 128), attention.flash_width(D)
+    gradients = attention.gradients_of_queries(gpu.multiprocessors, B * H) if gpu.deterministic else 1
     # copies, a sum per row, and the gradients of the queries in fp32
-    return *_copies(grad_out, out), rows * 4, gradients * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
+    return *_copies(grad_out, out), rows * 4, gradients * rows * width * 4, *_ungrouped(query, key, value)
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
