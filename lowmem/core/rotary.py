@@ -83,19 +83,12 @@ def rotary_forward(module: nn.Module) -> RotaryAttention | None:
     own forward cannot be copied, or calls no `apply_rotary_pos_emb`. Also returns None if it rotates other pairs than i
     and i + R / 2 of a head's first R numbers."""
     forward = type(module).forward
-    while (inner := getattr(forward, "__wrapped__", None)) is not None and _renames_arguments(forward):
-        forward = inner
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
     plain = forward.__globals__.get(NAME)
     if plain is None or NAME not in forward.__code__.co_names or not _rotates_halves(plain):
         return None
     return RotaryAttention(module, forward, plain)
-
-
-def _renames_arguments(wrapper: Callable) -> bool:
-    # transformers' decorator deprecate_kwarg only renames arguments, which no block passes.
-    return "deprecate_kwarg" in getattr(getattr(wrapper, "__code__", None), "co_qualname", "")
 
 
 def _rotate_or(plain: Callable, *given, **keywords):

@@ -1,7 +1,6 @@
 """Rotary embeddings in one kernel each way: values and gradients against fp64, and which models use it."""
 
 import copy
-import functools
 import pickle
 from unittest.mock import MagicMock
 
@@ -148,22 +147,11 @@ def test_shapes_that_the_kernel_does_not_take_do_not_fit(shapes):
     assert not rotary._fit(torch.ones(2, 4, 3, 8), None, torch.ones(2, 3, 8), torch.ones(2, 3, 8))
 
 
-def test_a_decorated_forward_is_left_alone_unless_it_renames_arguments():
-    def deprecate_kwarg(forward):  # as that of transformers 4
-        @functools.wraps(forward)
-        def wrapped_func(*arguments, **keywords):
-            return forward(*arguments, **keywords)
-
-        return wrapped_func
-
-    class Renaming(Qwen3Attention):
-        forward = deprecate_kwarg(Qwen3Attention.forward)
-
+def test_a_decorated_forward_is_left_alone():
     class Silent(Qwen3Attention):
         forward = torch.no_grad()(Qwen3Attention.forward)
 
     config = Qwen3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    assert isinstance(rotary_forward(Renaming(config, 0)), rotary.RotaryAttention)
     assert rotary_forward(Silent(config, 0)) is None
 
 
