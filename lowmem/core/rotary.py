@@ -61,21 +61,12 @@ def _by_token(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
-class RotaryAttention:
-    """Serves as the forward of the attention layer `module`: a copy of its `forward` that applies RoPE with a fused
-    kernel. `plain`, the RoPE function that `forward` calls, still runs for arguments that the kernel does not take."""
+class RotaryAttention(partial):
+    """Serves as the forward of an attention layer: calls a copy of its `forward` that applies RoPE with a fused kernel.
+    The RoPE function that `forward` calls still runs for arguments that the kernel does not take."""
 
-    def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
-        names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
-        own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        own.__kwdefaults__ = forward.__kwdefaults__
-        self._module, self._run = module, own
-
-    def __call__(self, *arguments, **keywords):
-        return self._run(self._module, *arguments, **keywords)
-
-    def __reduce__(self):
-        return rotary_forward, (self._module,)
+    def __reduce__(self):  # for copies and pickles, which cannot hold a copied function
+        return rotary_forward, self.args
 
 
 def rotary_forward(module: nn.Module) -> RotaryAttention | None:
@@ -88,7 +79,11 @@ def rotary_forward(module: nn.Module) -> RotaryAttention | None:
     plain = forward.__globals__.get(NAME)
     if plain is None or NAME not in forward.__code__.co_names or not _rotates_halves(plain):
         return None
-    return RotaryAttention(module, forward, plain)
+    names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    own.__module__ = __name__  # dry_run.is_ours reads it
+    return RotaryAttention(own, module)
 
 
 def _rotate_or(plain: Callable, *given, **keywords):

@@ -11,6 +11,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
 from lowmem.core import rotary
+from lowmem.core.dry_run import is_ours
 from lowmem.core.kernels import Kernels
 from lowmem.core.rotary import rotary_forward, rotate, rotate_plainly
 from lowmem.models.build import make_decoder
@@ -119,7 +120,7 @@ def test_other_arguments_or_dtypes_go_to_the_models_own_function(monkeypatch):
     config = Qwen3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     forward = rotary_forward(Qwen3Attention(config, 0))
     called.clear()
-    inside = forward._run.__globals__["apply_rotary_pos_emb"]
+    inside = forward.func.__globals__["apply_rotary_pos_emb"]
     q, k, (cos, sin) = heads(4, 8, 1), heads(2, 8, 2), tables(8)
     inside(q, k, cos.double(), sin.double())
     inside(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
@@ -159,7 +160,8 @@ def test_a_model_with_the_kernel_can_be_copied_and_pickled():
     model = make_decoder(FAMILIES["qwen3"](), "bf16", "fp32", Kernels.ALL).model
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         attention = again.model.layers[0].self_attn
-        assert vars(attention)["forward"]._module is attention
+        forward = vars(attention)["forward"]
+        assert forward.args == (attention,) and is_ours(forward)
 
 
 @pytest.mark.parametrize("wrong", [
