@@ -49,10 +49,6 @@ class WeightWindow:
             self._bind(None)
         self._window.fit(WEIGHT_SLOTS, sizes, self._device)
 
-    @property
-    def fetches(self) -> bool:
-        return bool(self._parts)  # True if any weights are in RAM
-
     def fetches_any_of(self, blocks: range) -> bool:
         return bool(self._parts_of(blocks))
 

@@ -61,8 +61,6 @@ class GatheredWeights:
     `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for an untied head. `blocks`:
     the numbers of all blocks. `staying`: those whose weights stay from forward to backward."""
 
-    fetches = True
-
     def __init__(self, units: dict[int, Gatherer], blocks: range, staying: range):
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 

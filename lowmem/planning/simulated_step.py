@@ -100,7 +100,8 @@ def cpu_target() -> Target:
 class _ReplayedStep(TrainingStep):
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         run = partial(super()._group, work, gradients)
-        copies = self._updates.waiting or self._weights.fetches or self.layout.boundaries_in_ram
+        fetches = self._weights.fetches_any_of(range(len(self._decoder.blocks)))
+        copies = self._updates.waiting or fetches or self.layout.boundaries_in_ram
         if gradients.fate is not Fate.HELD or copies:  # then groups differ
             return run()
         return self.operations.group(run, *(each.input_ids.shape for each in work.micro_batches), *self.segments)
