@@ -198,7 +198,8 @@ def draw(folder: Path) -> tuple[Work, Work, float, str]:
         for part in store.parts:
             torch.empty(part.working.numel()).normal_()
 
-    return lambda: store.write(random_weights(config, 0)), plain, store.parameter_count * 4 / GIB, "GiB"
+    size = sum(weight.nbytes for _, weight in store.masters()) / GIB
+    return lambda: store.write(random_weights(config, 0)), plain, size, "GiB"
 
 
 def save(folder: Path) -> tuple[Work, Work, float, str]:

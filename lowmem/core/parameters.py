@@ -192,7 +192,6 @@ class Store:
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
-        self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
         if disk_tensor is None and layout.units_on_disk(len(decoder.units)):
             raise ValueError("the layout has states on a disk, and there is nothing to make them with")
         holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several holders
@@ -252,11 +251,6 @@ class Store:
         if self.device.type == "cuda":
             page_lock(buffer)
         return buffer
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Returns the bytes of RAM that are reserved for gradients."""
-        return sum(part.gradient_home.nbytes for part in self.parts if part.gradient_home is not None)
 
     def state_bytes(self, units: range) -> int:
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())

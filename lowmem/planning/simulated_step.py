@@ -235,7 +235,7 @@ def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
         "streamed_states": sum(states[store.layout.states_on_gpu :]) - sum(on_disk),
         "streamed_weights": sum(part.working.nbytes for part in store.parts if part.weights_streamed),
         "streamed_boundaries": step.boundaries.buffer_bytes,
-        "streamed_gradients": store.gradient_bytes,
+        "streamed_gradients": sum(part.gradient_home.nbytes for part in store.parts if part.gradient_home is not None),
         "disk_buffers": step.state_window.buffer_bytes,
     }
     return in_ram, tuple(states), tuple(on_disk), sum(part.working.nbytes for part in store.parts)

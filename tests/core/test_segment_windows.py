@@ -212,7 +212,8 @@ def test_on_the_device_are_gradients_of_two_segments():
     assert all(len(units) == 1 for units, _ in most) and max(leaving for _, leaving in most) == 2
     assert {unit for units, _ in most for unit in units} == {part.unit for part in store.parts} - {0}
     assert {part.unit for part in store.parts if part.gradient is not None} == {0}
-    assert store.gradient_bytes == sum(4 * part.working.numel() for part in store.parts if part.unit)
+    in_ram = sum(part.gradient_home.nbytes for part in store.parts if part.gradient_home is not None)
+    assert in_ram == sum(4 * part.working.numel() for part in store.parts if part.unit)
 
 
 @pytest.mark.parametrize(
