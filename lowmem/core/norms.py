@@ -50,13 +50,7 @@ class Norm:
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
-        self.rounded: torch.dtype | None = None  # dtype of the output, None for the input's dtype
-
-    @property
-    def kind(self) -> torch.dtype | None:
-        """Returns the output's dtype, or None for the input's. decoder.kind_of takes blocks for equal only if the norms
-        in them agree in this."""
-        return self.rounded
+        self.kind: torch.dtype | None = None  # dtype of the output, None for the input's; decoder.kind_of compares it
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
         if others or keywords:
@@ -67,7 +61,7 @@ class Norm:
         """Returns x + dropout(branch), and this sum after normalization. One kernel computes both. `branch`: the tensor
         that a residual addition adds to `x`; None to normalize `x` itself. `drops`: the dropout of `branch`, if any."""
         weight, bias = self._module.weight, self._module._parameters.get("bias")
-        return normalize_sum(x, branch, drops, weight, bias, self.rule, self.rounded or x.dtype)
+        return normalize_sum(x, branch, drops, weight, bias, self.rule, self.kind or x.dtype)
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ def round_for_products(
         # An output that leaves the block is part of the residual stream, and keeps its dtype.
         if (found := readers.get(norm)) and all(block_of.get(reader) is block_of.get(module) for reader in found):
             # This moves 8 bytes less per element. The gradients of several readers are then added in 16 bit.
-            norm.rounded = dtype
+            norm.kind = dtype
 
 
 def _readers(

@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_fp64_within_roundings(interpreted, mo
     generator = torch.Generator().manual_seed(rows)
     module = with_weights(name, width)
     norm = Norm(module, rule_of(module))
-    norm.rounded = dtypes[1]
+    norm.kind = dtypes[1]
     x = (torch.randn(rows, width, generator=generator) * 3 + 1).to(dtypes[0])
     gradient = torch.randn(rows, width, generator=generator).to(dtypes[1])
     ours = x.clone().requires_grad_()
@@ -140,7 +140,7 @@ def test_a_norm_writes_16_bit_only_for_products_of_its_block(uses, in_one_block,
     before = dict(model.named_parameters())
     blocks = [model] if in_one_block else [model.norm, model.layer]
     round_for_products(model, blocks, lambda: model(torch.empty(2, 8, device="meta")), BF16)
-    assert model.norm.forward.rounded is (BF16 if in_one_block and digits is BF16 else None)
+    assert model.norm.forward.kind is (BF16 if in_one_block and digits is BF16 else None)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
@@ -160,7 +160,7 @@ def rounded(config, residual: str = "fp32") -> dict[str, set]:
     found: dict[str, set] = {}
     for name, module in make_decoder(config, "bf16", residual, Kernels.ALL).model.named_modules():
         if isinstance(forward := vars(module).get("forward"), Norm):
-            found.setdefault(name.split(".")[-1], set()).add(forward.rounded)
+            found.setdefault(name.split(".")[-1], set()).add(forward.kind)
     return found
 
 
