@@ -123,11 +123,6 @@ class Decoder:
         with self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)), head_stops:
             return self._run(zeros)
 
-    def run_once(self) -> None:
-        """Runs the split model forward on `example`, so that a caller can watch its operations."""
-        with AnswerYes():
-            self.logits(*self.example(self.head_weight.shape[0]))
-
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ The kernel can also write its output in a 16-bit dtype, for matmuls, and compute
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from lowmem.core.decoder import AnswerYes, Decoder
 from lowmem.core.dry_run import Operation, Trace, agrees, dry_run
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.operation_recorder import address_of
@@ -178,21 +179,19 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None
 
 
-def round_for_products(
-    model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
-) -> None:
+def round_for_products(decoder: Decoder, dtype: torch.dtype) -> None:
     """Makes a norm write its output in `dtype`, the dtype of matmuls, if all layers that read it are in the norm's
-    block and cast to `dtype`. `run()` must run the model once; it is called with parameters on the meta device."""
-    forwards = {module: vars(module).get("forward") for module in model.modules()}
-    block_of = {module: block for block in blocks for module in block.modules()}
+    block and cast to `dtype`."""
+    forwards = {module: vars(module).get("forward") for module in decoder.model.modules()}
+    block_of = {module: block for block in decoder.blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
 
     def watched() -> dict[Norm, list]:
-        with torch.no_grad(), Trace() as trace:
-            run()
+        with torch.no_grad(), AnswerYes(), Trace() as trace:
+            decoder.logits(*decoder.example(decoder.head_weight.shape[0]))
         return _readers(trace.operations, norms, dtype)
 
-    readers = dry_run(model, dtype, watched) or {}
+    readers = dry_run(decoder.model, dtype, watched) or {}
     for module, norm in norms.items():
         # An output that leaves the block is part of the residual stream, and keeps its dtype.
         if (found := readers.get(norm)) and all(block_of.get(reader) is block_of.get(module) for reader in found):

@@ -227,7 +227,7 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
         if Kernels.ACTIVATIONS in fused_kernels:
             fuse_activations(decoder, dtype)
         if Kernels.NORMS in fused_kernels:
-            round_for_products(model, decoder.blocks, decoder.run_once, dtype)
+            round_for_products(decoder, dtype)
         if Kernels.SUMS in fused_kernels:
             fuse_sums(decoder, dtype)
     decoder.skippable_layers, decoder.structure = skippable_layers(decoder, dtype), structure_of(model)

@@ -1,6 +1,7 @@
 """Norms in one kernel: values and gradients against fp64, which modules are norms, and which of them write 16 bit."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,7 +140,9 @@ def test_a_norm_writes_16_bit_only_for_products_of_its_block(uses, in_one_block,
     cast_explicitly(model, FP32, Kernels.ALL)
     before = dict(model.named_parameters())
     blocks = [model] if in_one_block else [model.norm, model.layer]
-    round_for_products(model, blocks, lambda: model(torch.empty(2, 8, device="meta")), BF16)
+    decoder = SimpleNamespace(model=model, blocks=blocks, logits=model, head_weight=model.layer.weight)
+    decoder.example = lambda _: (torch.empty(2, 8, device="meta"),)
+    round_for_products(decoder, BF16)
     assert model.norm.forward.kind is (BF16 if in_one_block and digits is BF16 else None)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
