@@ -7,8 +7,9 @@ their gradients are in the weights' dtype, the softmax is in fp32.
 import torch
 from torch import Tensor
 
-from lowmem.core.kernels import operators
+from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.logits import LogitFunction
+from lowmem.units import round_up
 
 IGNORED = -100
 # Bytes per logit of a chunk: 2 if fused. Otherwise 2, and 4 for an fp32 copy, in 16 bit; 4 in fp32; 8 with a soft cap.
@@ -49,7 +50,7 @@ def linear_cross_entropy(
     hidden_gradient = torch.empty_like(hidden) if differentiate else None
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = min(chunk_tokens, hidden.shape[0])
-    buffer = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
+    buffer = hidden.new_empty(rows, round_up(weight.shape[0], 16)) if fused else None
     if buffer is not None:
         # In tests, the CPU computes a GPU's products. oneDNN's for AMX reads past the end of a row of odd length.
         buffer[:, weight.shape[0] :].zero_()

@@ -13,7 +13,7 @@ from lowmem.cudasim.allocator import ROUNDING, SimulatedOutOfMemory
 from lowmem.cudasim.tape import Memory, most_bytes, under_cap
 from lowmem.planning.simulated_ranks import STREAMS
 from lowmem.planning.simulated_step import SimulatedStep, StepCase, Target, record_step
-from lowmem.units import MIB
+from lowmem.units import MIB, round_up
 
 _PRECISION = 1 / 256  # of a smallest cap
 
@@ -149,7 +149,7 @@ class Simulations:
                 low = middle
             else:
                 high = middle
-        cap = -(-high // MIB) * MIB
+        cap = round_up(high, MIB)
         while self.run(layout, cap) is None:  # the rounded cap may fail although a smaller one did not
             cap += MIB
         return cap

@@ -61,11 +61,6 @@ def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
         torch.set_deterministic_debug_mode(before)
 
 
-def row_stride(entries: int) -> int:
-    """Rounds the row length `entries` up to a multiple of 16. With this row stride, Triton reads 16 bytes at a time."""
-    return -(-entries // 16) * 16
-
-
 def _kernel(name: str):
     def launch(*arguments) -> Tensor | None:
         from lowmem.core.kernels import layer_kernels, triton_kernels  # need Triton

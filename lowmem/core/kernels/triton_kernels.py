@@ -35,8 +35,8 @@ def cross_entropy(
     outer * z or, if `inner` is given, outer * tanh(inner * z). Unless `scale` is None, overwrites the logits with
     `scale` times the loss's gradient for them. For a label of -100, loss and gradient are 0.
 
-    `labels` and `bias` are contiguous. Rows of logits begin at multiples of 16 numbers (operators.row_stride), and the
-    padding after a row may be overwritten.
+    `labels` and `bias` are contiguous. Rows of logits begin at multiples of 16 numbers, so that Triton reads 16 bytes
+    at a time. The padding after a row may be overwritten.
     """
     _cross_entropy[(logits.shape[0],)](
         logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
