@@ -26,35 +26,26 @@ from tests.published.simulated import simulate
 ROWS = Path(__file__).resolve().parents[2] / "experiments/gpu_acceptance/results/rows.jsonl"
 # How far the median of a group may be from what was measured: what was seen, rounded up.
 WORST_MEDIANS = {
-    "A100 fp32, forward": 0.05, "A100 fp32, forward and backward": 0.05, "A100 fp32, whole step": 0.06,
+    "A100 fp32, forward": 0.02, "A100 fp32, forward and backward": 0.05, "A100 fp32, whole step": 0.06,
     "A100 bf16 autocast, whole step": 0.07, "H200 Llama-3.2-1B bf16, whole step": 0.03,
     "A100 nanoGPT bf16 autocast, whole step": 0.12, "A100-80GB build-nanogpt fp32, whole step": 0.06,
     "A100-80GB build-nanogpt bf16 autocast, whole step": 0.2, "RTX 3090 Ti gpt2-medium bf16 autocast, whole step": 0.09,
     "RTX 5090 fp32, whole step": 0.2, "RTX 5090 fp32, forward": 0.05,
     "A100-80GB bf16 autocast, forward and backward": 0.07, "RTX 3090 book's GPT fp32, whole step": 0.07,
-    "RTX 3090 book's GPT fp16 autocast, whole step": 0.11, "A100-80GB torchtune Llama-3.2-3B bf16, whole step": 0.05,
-    "RTX 4070 Ti SUPER ViT-giant bf16, whole step": 0.02, "H200 fp32, forward": 0.06,
-    "H200 fp32, forward and backward": 0.05, "H200 fp32, whole step": 0.03, "H200 bf16 autocast, forward": 0.38,
-    "H200 bf16 autocast, forward and backward": 0.05, "H100 bf16 autocast, forward": 0.36,
-    "H100 bf16 autocast, forward and backward": 0.09, "RTX 4090 48GB fp32, forward": 0.07,
+    "RTX 3090 book's GPT fp16 autocast, whole step": 0.09, "A100-80GB torchtune Llama-3.2-3B bf16, whole step": 0.05,
+    "RTX 4070 Ti SUPER ViT-giant bf16, whole step": 0.03, "H200 fp32, forward": 0.09,
+    "H200 fp32, forward and backward": 0.05, "H200 fp32, whole step": 0.03, "H200 bf16 autocast, forward": 0.06,
+    "H200 bf16 autocast, forward and backward": 0.05, "H100 bf16 autocast, forward": 0.01,
+    "H100 bf16 autocast, forward and backward": 0.09, "RTX 4090 48GB fp32, forward": 0.05,
     "RTX 4090 48GB fp32, forward and backward": 0.05, "RTX 4090 48GB fp32, whole step": 0.19,
     "RTX 4090 48GB bf16 autocast, forward and backward": 0.25, "A800 fp32, forward": 0.02,
-    "A800 fp32, forward and backward": 0.02, "A800 fp32, whole step": 0.01,
-    "A800 bf16 autocast, forward and backward": 0.36, "A800 bf16 autocast, whole step": 0.36,
-    "RTX 4090 foreach AdamW fp32, whole step": 0.05, "RTX 4090 foreach AdamW bf16 autocast, whole step": 0.16,
-    "RTX 4090 with checks fp32, forward": 0.11, "RTX 4090 with checks fp32, whole step": 0.05,
-    "RTX 4090 with checks bf16 autocast, forward": 0.07, "RTX 4090 with checks bf16 autocast, whole step": 0.35,
+    "A800 fp32, forward and backward": 0.02, "A800 fp32, whole step": 0.02,
+    "A800 bf16 autocast, forward and backward": 0.02, "A800 bf16 autocast, whole step": 0.15,
+    "RTX 4090 foreach AdamW fp32, whole step": 0.12, "RTX 4090 foreach AdamW bf16 autocast, whole step": 0.05,
+    "RTX 4090 with checks fp32, forward": 0.07, "RTX 4090 with checks fp32, whole step": 0.1,
+    "RTX 4090 with checks bf16 autocast, forward": 0.11, "RTX 4090 with checks bf16 autocast, whole step": 0.05,
 }  # fmt: skip
-HOST_BOUND = {  # points for judging further off than MOST_APART, by group, layers and tokens
-    # The host takes half of the clock's time for an operation,
-    *((f"{card} bf16 autocast, forward", layers, 512) for card in ("H200", "H100") for layers in (12, 36)),
-    # and more than the clock's.
-    *((f"A800 bf16 autocast, {step}", 12, 512) for step in ("forward and backward", "whole step")),
-    *(("RTX 4090 foreach AdamW fp32, whole step", layers, 256) for layers in (12, 24)),
-    ("RTX 4090 with checks fp32, whole step", 24, 256),
-    *(("RTX 4090 with checks bf16 autocast, whole step", layers, 256) for layers in (12, 24, 36)),
-}
-EXCEPTIONS = HOST_BOUND | {  # all points further off
+EXCEPTIONS = {  # points further off than MOST_APART, by group, layers and tokens; none is kept for judging
     # bound by the host, which einops and einx make twice as slow as the clock's
     *(("A100 fp32, forward", *which) for which in ((12, 128), (12, 256), (24, 128), (36, 128))),
     ("A100 fp32, forward and backward", 12, 128),
@@ -76,8 +67,8 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
     assert medians.keys() == WORST_MEDIANS.keys()
     assert {name: distance for name, distance in medians.items() if distance > WORST_MEDIANS[name]} == {}
     trained = table.with_backward(found)
-    assert (len(trained), table.within_a_third(trained)) >= (113, 105)
-    assert abs(statistics.median(trained) - 1) <= 0.03
+    assert (len(trained), table.within_a_third(trained)) >= (113, 112)
+    assert abs(statistics.median(trained) - 1) <= 0.035
     assert min(found["H200 Llama-3.2-1B bf16, whole step"]) > 0.95  # it was 0.75 to 0.83,
     assert max(max(found[name]) for name in found if name.startswith("A100 fp32")) < 1.24  # and 1.35
     assert max(found["RTX 5090 fp32, whole step"]) < 1.26  # it was 1.49
@@ -85,26 +76,16 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
 
 def test_points_kept_for_judging_are_predicted_and_exceptions_are_named():
     judging, fitted = table.ratios_of(False), table.ratios_of(True)
-    assert (len(judging), len(fitted)) == (101, 83)
-    assert abs(statistics.median(judging) - 1) <= 0.2
+    assert (len(judging), len(fitted)) == (97, 87)
+    assert abs(statistics.median(judging) - 1) <= 0.02
     far = [point for point, ratio in table.compared() if not 1 / table.MOST_APART <= ratio <= table.MOST_APART]
+    assert all(point.is_fitted for point in far)
     assert {(point.group["name"], point.shape["layers"], point.shape["tokens"]) for point in far} == EXCEPTIONS
     readme = table.README.read_text(encoding="utf-8")
     assert f"{len(judging)} of {len(judging) + len(fitted)} points are kept for judging" in readme
     near = sum(1 / table.MOST_APART <= ratio <= table.MOST_APART for ratio in judging)
     said = f"{near} of {len(judging)} are within {table.MOST_APART}, and the median is {statistics.median(judging):.2f}"
     assert said in " ".join(readme.split())
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("which", sorted(HOST_BOUND), ids=str)
-def test_a_point_for_judging_that_is_far_off_is_bound_by_the_host(which):
-    """Its operations take less GPU time than the measured step, and than the clock says with the host's."""
-    ((point, ratio),) = [
-        pair for pair in table.compared()
-        if (pair[0].group["name"], pair[0].shape.get("layers"), pair[0].shape.get("tokens")) == which
-    ]  # fmt: skip
-    assert simulate(point.card, *build(point), 0.0) < point.seconds * min(1, 0.95 * ratio)
 
 
 def test_the_docs_say_how_many_steps_are_within_a_third():
