@@ -135,6 +135,13 @@ def test_queries_and_keys_of_other_lengths_have_blocks_of_their_own():
         assert seconds / (4 * alone) == pytest.approx(backward)
 
 
+def test_the_last_of_more_queries_than_keys_see_all_keys():
+    query, key = meta(1, 1, 256, 64), meta(1, 1, 128, 64)  # causal, efficient: 1, 2, 2 and 2 of two tiles of 64
+    for seconds, how in ((forward_seconds, "efficient_attention"), (backward_seconds, EFFICIENT)):
+        causal, whole = (seconds(ONE, query, key, key, masked, how) for masked in (True, False))
+        assert causal / whole == pytest.approx(7 / 8)
+
+
 def test_heads_are_those_of_the_queries():
     query, key = meta(1, 4, 256, 64), meta(1, 2, 256, 64)
     card = replace(ONE, multiprocessors=4)
@@ -142,21 +149,26 @@ def test_heads_are_those_of_the_queries():
         assert seconds(card, query, key, key, True) == pytest.approx(seconds(card, query, query, query, True))
 
 
-def test_forward_without_dropout_splits_the_keys_so_that_few_heads_keep_all_busy():
-    x, card = meta(1, 1, 1024, 64), replace(ONE, multiprocessors=32)
+@pytest.mark.parametrize(("multiprocessors", "ends"), [(32, 2), (12, 6)])
+def test_forward_without_dropout_splits_the_keys_so_that_few_heads_keep_all_busy(multiprocessors, ends):
+    """Eight blocks of eight tiles become 32 of two: on 12 multiprocessors, three rounds."""
+    x, card = meta(1, 1, 1024, 64), replace(ONE, multiprocessors=multiprocessors)
+    tile = forward_seconds(ONE, x, x, x, False, dropout_p=0.1) / 64
     whole, split = (forward_seconds(card, x, x, x, False, dropout_p=p) for p in (0.1, 0.0))
-    assert whole / split == pytest.approx(4)  # eight blocks, or four parts of each
+    assert whole == pytest.approx(8 * multiprocessors * tile) and split == pytest.approx(ends * multiprocessors * tile)
 
 
 @pytest.mark.parametrize(
     ("card", "E", "blocks"), [("rtx4090", 64, 8), ("rtx4090", 128, 16), ("a100", 128, 8), ("a100", 192, 16)]
 )
 def test_tiles_of_wide_heads_are_smaller(card, E, blocks):
-    """Backward of one head of 1,024 tokens, with a multiprocessor for each tile."""
+    """Backward of one head of 1,024 tokens, with a multiprocessor for each tile. Those of forward are not."""
     x, card = meta(1, 1, 1024, E), replace(CARDS[card], memory_bytes_per_second=1e30)
     one = backward_seconds(replace(card, multiprocessors=1), x, x, x, False)
     many = backward_seconds(replace(card, multiprocessors=64), x, x, x, False)
     assert 64 * one / many == pytest.approx(blocks, rel=0.01)
+    one, many = (forward_seconds(replace(card, multiprocessors=n), x, x, x, False, dropout_p=0.1) for n in (1, 64))
+    assert 64 * one / many == pytest.approx(8)
 
 
 @pytest.mark.parametrize("heads", [1, 9, 10, 11, 19, 20, 21, 64, 100])
