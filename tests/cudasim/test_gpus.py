@@ -347,8 +347,9 @@ def test_sixteen_bit_products_with_a_size_that_is_no_multiple_of_8_are_slower():
     assert per_flop(12799, FP32) == pytest.approx(10 * full, rel=1e-3)
     hopper = replace(FAST_MEMORY, capability=(9, 0))
     assert per_flop(12799, BF16, hopper) == pytest.approx(full / UNALIGNED_SHARE_ON_HOPPER, rel=1e-3)
-    pascal = replace(FAST_MEMORY, capability=(6, 1))
+    pascal, volta = (replace(FAST_MEMORY, capability=capability) for capability in ((6, 1), (7, 0)))
     assert per_flop(12799, FP16, pascal) == pytest.approx(full, rel=1e-3)
+    assert per_flop(12799, FP16, volta) == pytest.approx(full / UNALIGNED_SHARE, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +387,20 @@ def test_a_kernel_without_vector_instructions_takes_its_elements_one_by_one():
     for arguments in ((a, b.T), (a, b[:1]), (a, b[:, :1])):
         assert work(FAST_MEMORY, aten.mul.Tensor, *arguments) == pytest.approx(strided)
     assert work(FAST_MEMORY, aten.clone.default, b.T, memory_format=torch.contiguous_format) == pytest.approx(strided)
+
+
+def test_a_norm_that_draws_random_numbers_takes_their_time_too():
+    """A kernel's own elements per clock, and dropout's 2.4."""
+    x, row, seeds = meta(100, 128), meta(128), meta(2)
+    forward = [x, row, None, meta(100, 128), None, 1e-5, 0.0, False, x, meta(100, 128), seeds, 0, 0.1]
+    backward = [x, x, row, meta(100), meta(100, 128), meta(4, 128), 0.0, None, None, seeds, 0, 0.1]
+    for name, arguments, per_clock in (("normalize", forward, 1.8), ("normalize_backward", backward, 1.2)):
+        func = getattr(torch.ops.lowmem, name).default
+        drawn = operation_seconds(FAST_MEMORY, func, tuple(arguments), {}, None) - KERNEL_SECONDS
+        arguments = [None if each is seeds else each for each in arguments]
+        plain = operation_seconds(FAST_MEMORY, func, tuple(arguments), {}, None) - KERNEL_SECONDS
+        assert plain == pytest.approx(12_800 / (per_clock * CLOCKS))
+        assert drawn == pytest.approx(plain + 12_800 / (2.4 * CLOCKS))
 
 
 def test_such_kernels_are_no_slower_than_memory_on_a_card_with_slow_memory():
