@@ -95,6 +95,40 @@ def test_an_update_beside_what_computes_is_waited_for_where_its_weights_are_need
     assert (clock.gpu, ring.transfers.exposed_seconds) == (3.5, 3)
 
 
+def test_a_disk_reads_ahead_and_writes_late_one_after_the_other():
+    """The disk makes 1 GB/s, and the host 4 GB/s between page cache and buffer. The host does not wait for writes."""
+    clock, gb = Clock(), 10**9
+    transfers = SimulatedTransfers(clock, 1e9, 1e9, disk_bytes_per_second=1e9)
+    places = [place(size * gb) for size in (4, 8, 4)]
+    transfers.read_ahead(places[:1])  # 0..4
+    transfers.read_ahead(places[1:2])  # 4..12
+    transfers.read([(place(4 * gb), places[0])])
+    assert (clock.host, transfers.exposed_seconds) == (5, 4 + 1)  # there at 4, and copied
+    clock.host = 20
+    transfers.read([(place(8 * gb), places[1])])
+    assert clock.host == 22  # there since 12, only copied
+    transfers.write([(places[0], place(4 * gb))])
+    assert clock.host == 23  # copied; the disk writes 23..27
+    transfers.read_ahead(places[2:])  # 27..31
+    transfers.read([(place(4 * gb), places[2])])
+    assert clock.host == 32
+
+
+def test_several_events_are_all_waited_for():
+    clock = Clock()
+    transfers = SimulatedTransfers(clock, 10, 10)
+    transfers.wait(Lane.COMPUTE, 3.0, None, 7.0, 5.0)
+    assert clock.gpu == 7
+    transfers.wait(Lane.HOST, 2.0)
+    transfers.wait(Lane.HOST, 6.0, 1.0)
+    transfers.wait(Lane.HOST, 4.0)  # long ago
+    assert clock.host == 6
+
+
+def place(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device="meta")
+
+
 class Streams:
     """The same thing the way CUDA does it: streams as queues of commands, tick by tick, events that fire when reached.
 
