@@ -17,7 +17,9 @@ from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.device_model import TORCH_VERSION, gpu_model
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory, Tape, under_cap
+from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
+from lowmem.planning.caps import room_under, smallest_cap
 from lowmem.planning.choices import choices_by_home
 from lowmem.planning.fastest import fastest_layout, smallest_room
 from lowmem.planning.search import Room
@@ -52,17 +54,20 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
     """Returns the row of the planner's choice under the cap, without a limit on RAM; of the smallest cap if nothing
     fits. Raises InputError for an architecture that lowmem cannot train."""
     settings, simulations = _lowmem(config, seq, batch, card)
-    found = fastest_layout(choices_by_home(settings, simulations), simulations, Room(limit_bytes, None))
+    # as in a plan (planning/gpu_plan.py): the search leaves a margin free, and segments may exceed the allocator's cap
+    room, cap = room_under(limit_bytes), limit_bytes - OVERSHOOT_BYTES
+    found = fastest_layout(choices_by_home(settings, simulations), simulations, Room(room, None))
     if found is None:
-        smallest = smallest_room(choices_by_home(settings, simulations), simulations, Room(limit_bytes, None))
-        return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
+        smallest = smallest_room(choices_by_home(settings, simulations), simulations, Room(room, None))
+        smallest_bytes = {"smallest_cap_bytes": smallest_cap(smallest.gpu), "streamed_bytes": smallest.ram}
+        return {"batch": batch, "fits": False} | smallest_bytes
     choice = asdict(found.layout) | {
         "recompute": found.layout.recomputes(simulations.blocks),
         "blocks": simulations.blocks,
         "units": simulations.units,
         "streamed_bytes": found.simulated.streamed_bytes,
     }
-    memory, _ = simulations.memory_under(found.layout, limit_bytes)
+    memory, _ = simulations.memory_under(found.layout, cap, room)
     return {"batch": batch, "fits": True} | figures_of(memory) | {"choice": choice}
 
 
@@ -71,7 +76,7 @@ def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> 
     `lowmem_row` does."""
     settings, simulations = _lowmem(config, seq, batch, card)
     smallest = smallest_room(choices_by_home(settings, simulations), simulations, Room(0, None))
-    return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
+    return {"batch": batch, "smallest_cap_bytes": smallest_cap(smallest.gpu), "streamed_bytes": smallest.ram}
 
 
 def _lowmem(config: PretrainedConfig, seq: int, batch: int, card: Card) -> tuple[Settings, Simulations]:
