@@ -76,7 +76,8 @@ def draw_sizes(rows: list[dict], path: Path) -> None:
 
 def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
     for colour, (method, label) in zip(("C1", "C2", "C0"), NAMES.items(), strict=True):
-        points = sorted((r["batch"], r["reserved_peak_bytes"] / GIB, r["fits"]) for r in rows if r["method"] == method)
+        planned = [r for r in rows if r["method"] == method and "reserved_peak_bytes" in r]  # or nothing fits
+        points = sorted((r["batch"], r["reserved_peak_bytes"] / GIB, r["fits"]) for r in planned)
         line = "none" if method == "lowmem" else "-"  # two batches with different layouts: no line between them
         x, y = [p[0] for p in points], [p[1] for p in points]
         axes.plot(x, y, color=colour, linewidth=1.3, linestyle=line, marker="o", markersize=5, label=label)
