@@ -51,6 +51,12 @@ def flash_width(E: int) -> int:
     return round_up(E, 32 if E <= 128 else 64)
 
 
+def query_gradient_bytes(query: Tensor) -> int:
+    """Returns the bytes of one copy of the queries' gradient, in fp32, in flash attention's backward."""
+    B, H, T, E = query.shape
+    return B * H * round_up(T, 128) * flash_width(E) * torch.float32.itemsize
+
+
 def gradients_of_queries(multiprocessors: int, heads: int) -> int:
     """Returns how many copies of the queries' gradient flash attention's deterministic backward fills and then adds up:
     one for each CUDA block of a head. `heads`: B x H. Source: aten/src/ATen/native/transformers/cuda/flash_attn/
@@ -59,9 +65,9 @@ def gradients_of_queries(multiprocessors: int, heads: int) -> int:
 
 
 def splits_of_keys(multiprocessors: int, query: Tensor, key: Tensor, dropout_p: float) -> int:
-    """Returns into how many parts flash attention's forward splits the keys, so that no multiprocessor is without a
-    block: 1 if CUDA blocks of 64 queries reach 80% of the blocks that the GPU runs at once, else the fewest that reach
-    85% of the best occupancy. Source: flash_api.cpp, set_params_splitkv."""
+    """Returns into how many parts flash attention's forward splits the keys. It does not split them if CUDA blocks of
+    64 queries are 80% of those that the GPU runs at once. Else it takes the fewest parts that reach 85% of the best
+    occupancy. Source: flash_api.cpp, set_params_splitkv."""
     B, H, T, E = query.shape
     blocks, slots = B * H * -(-T // 64), 2 * multiprocessors
     tiles = -(-key.shape[2] // (256 if E <= 64 else 128 if E <= 128 else 64))
@@ -102,7 +108,7 @@ def attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
         share *= passed / (passed + HALF_SPEED_TOKENS[hopper])
     flops = 2 * heads * sum(sizes) * (over_query * E + over_value * value.shape[3])
     # Copies beyond the first are cleared before the kernel, and added after it.
-    moved = 2 * (copies - 1) * heads * round_up(queries, 128) * flash_width(E) * torch.float32.itemsize
+    moved = 2 * (copies - 1) * query_gradient_bytes(query)
     return flops / (card.sustained_flops(query.dtype) * share) + moved / card.sustained_bytes_per_second
 
 

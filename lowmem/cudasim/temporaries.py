@@ -62,11 +62,11 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
     """Returns the bytes of each temporary of flash attention's backward. Source:
     transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
-    B, H, T, D = query.shape
-    rows, width = B * H * round_up(T, 128), attention.flash_width(D)
+    B, H, T, _ = query.shape
+    sums = B * H * round_up(T, 128) * 4  # one per row
     gradients = attention.gradients_of_queries(gpu.multiprocessors, B * H) if gpu.deterministic else 1
-    # copies, a sum per row, and the gradients of the queries in fp32
-    return *_copies(grad_out, out), rows * 4, gradients * rows * width * 4, *_ungrouped(query, key, value)
+    of_queries = gradients * attention.query_gradient_bytes(query)
+    return *_copies(grad_out, out), sums, of_queries, *_ungrouped(query, key, value)
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):

@@ -93,12 +93,12 @@ def test_hoppers_shares_are_for_16_bit_on_hopper_alone():
     [
         # Tiles of a head's blocks: 3 + 1, 2. Six blocks on five multiprocessors: the last starts after one of 2 ends.
         (FLASH, 5, 3, True, 4),
-        (FLASH, 4, 3, True, 6),  # 4, 2, 4, 2; the last head's blocks start after 2: at 2 to 6 and 2 to 4
-        (FLASH, 7, 7, True, 6),  # one block for each head
-        (FLASH, 7, 8, True, 12),  # the last head alone
-        (FLASH, 20, 2, True, 3),  # ten blocks for each head would do, and three tiles are there
-        (FLASH, 3, 2, False, 4),  # 3, 2, 1; the second head's start at 1, 2, 3
-        (EFFICIENT, 5, 3, True, 6),  # one block for each head
+        (FLASH, 4, 3, True, 6),  # Two heads fill the card: 4, 2, 4, 2. The last head's blocks start at 2.
+        (FLASH, 7, 7, True, 6),  # Each head has one block.
+        (FLASH, 7, 8, True, 12),  # The last head runs alone.
+        (FLASH, 20, 2, True, 3),  # A head has ten blocks, and work for three.
+        (FLASH, 3, 2, False, 4),  # The first head's blocks take 3, 2, 1. The second head's start at 1, 2, 3.
+        (EFFICIENT, 5, 3, True, 6),  # Each head has one block.
         (EFFICIENT, 3, 2, False, 4),
     ],
 )
