@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Fate, Layout
+from lowmem.core.recompute import ALL, INPUT, PRODUCTS
 from lowmem.planning.choices import Choices, only
 from lowmem.planning.simulated_step import SimulatedStep
 from lowmem.planning.simulations import Simulations
@@ -87,10 +88,7 @@ class Columns:
         weights = simulations.weight_bytes
         if layout.weights_on_gpu is not None:
             weights = [*weights[: layout.weights_on_gpu], weights[-1]]
-        inputs = 0
-        if not layout.boundaries_in_ram:
-            rows = column.group * column.micro_batch
-            inputs = rows * len(layout.segments(simulations.blocks)) * simulations.input_bytes
+        inputs = 0 if layout.boundaries_in_ram else self._saved_inputs_bytes(layout, ALL)
         gradients = 4 * simulations.parameters // simulations.base.mesh.sharing if layout.fate is Fate.HELD else 0
         # Saved inputs and all gradients need not exist at the same time.
         return sum(weights) + max(inputs, gradients) <= limit_bytes
@@ -118,12 +116,23 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def _least_ram_bytes(self, layout: Layout) -> int:
-        # states that are not on the GPU, and gradients that are sent to RAM
+        # a lower bound for all that a step stores there
+        weights = self.simulations.weight_bytes
         size = sum(self.simulations.state_bytes[layout.states_on_gpu :])
-        if layout.fate is Fate.SENT:  # in fp32; the first unit's stay on the GPU
-            weights = sum(self.simulations.weight_bytes[max(layout.states_on_gpu, 1) :])
-            size += 4 * weights // self.simulations.base.dtype.itemsize
+        if layout.weights_on_gpu is not None:
+            size += sum(weights[layout.weights_on_gpu : -1])
+        if layout.boundaries_in_ram:
+            size += self._saved_inputs_bytes(layout)
+        if layout.fate is Fate.SENT:  # gradients in fp32; the first unit's stay on the GPU
+            size += 4 * sum(weights[max(layout.states_on_gpu, 1) :]) // self.simulations.base.dtype.itemsize
         return size
+
+    def _saved_inputs_bytes(self, layout: Layout, *more: str) -> int:
+        # A lower bound for the inputs that a group of micro-batches saves for backward. A graph that is kept (ALL)
+        # holds the input of its segment on the GPU; `more` says whether it counts.
+        kept = {INPUT, PRODUCTS, *more}
+        segments = sum(segment.keep in kept for segment in layout.segments(self.simulations.blocks))
+        return layout.group * layout.micro_batch * segments * self.simulations.input_bytes
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
         """Returns the peak of allocated GPU memory of a layout in `column` (similar layouts), in bytes. Simulates one

@@ -59,6 +59,8 @@ class ReplayedOperations:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # the parts to whose gradients embeddings and head may add
         self._shapes: dict[int, torch.Size] = {}  # of token ids, by the id of the extras that `embed` made of them
+        # for a shape of token ids: {block: index of its arguments among those that differ}
+        self._turns: dict[torch.Size, list[int]] = {} if known is None else known.setdefault("turns", {})
         self._kinds = list(range(len(decoder.blocks)))  # a number for each block; blocks that are alike have the same
         if known is not None:
             if "kinds" not in known:
@@ -76,8 +78,14 @@ class ReplayedOperations:
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
-        shape, call = micro_batch.input_ids.shape, partial(self._operations.embed, micro_batch, dropout)
-        hidden, extras = self._once(("embed", shape), "embeddings", call, arguments=_tensors_of(micro_batch))
+        def run():
+            hidden, extras = self._operations.embed(micro_batch, dropout)
+            self._turns[shape], distinct = _without_repetitions(extras)
+            return hidden, distinct
+
+        shape = micro_batch.input_ids.shape
+        hidden, distinct = self._once(("embed", shape), "embeddings", run, arguments=_tensors_of(micro_batch))
+        extras = [distinct[turn] for turn in self._turns[shape]]
         self._shapes[id(extras)] = shape
         return hidden, extras
 
@@ -139,7 +147,7 @@ class ReplayedOperations:
             ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
             partial(self._operations.segment_backward, segment, saved, extras, dropout, gradient),
             self._parts_of(segment), forward=self._forwards.pop(id(saved), None),
-            renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
+            renamed="boundary_gradients",
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
@@ -169,7 +177,7 @@ class ReplayedOperations:
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
         kinds = tuple(self._kinds[index] for index in segment.blocks)
         # Segments with equal keys make equal allocations. Extras come from token ids, so the shape of these is enough.
-        return segment.keep, kinds, segment.blocks.start == 0, self._shapes[id(extras)]
+        return segment.keep, kinds, self._shapes[id(extras)]
 
     def _parts_of(self, segment: Segment) -> list[Part]:
         return [part for index in segment.blocks for part in self._parts[index + 1]]  # unit 0 is the embedding
@@ -244,6 +252,19 @@ class ReplayedOperations:
         with no_dispatch():  # nothing of this is recorded, and going through the recorder takes most of the time
             leaves = [tensor(leaf) if type(leaf) is _Place else leaf for leaf in known.leaves]
         return tree_unflatten(leaves, known.structure)
+
+
+def _without_repetitions(extras: Sequence[Extra]) -> tuple[list[int], list[Extra]]:
+    """Returns, for each block, the index of its arguments in a second list, which holds equal ones once."""
+    distinct: dict[tuple, int] = {}
+    first: list[Extra] = []
+    turns = []
+    for extra in extras:
+        leaves, structure = tree_flatten(extra)
+        turns.append(distinct.setdefault((structure, *map(id, leaves)), len(first)))
+        if turns[-1] == len(first):
+            first.append(extra)
+    return turns, first
 
 
 def _tensors_of(micro_batch: Batch) -> list[Tensor]:
