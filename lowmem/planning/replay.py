@@ -8,6 +8,7 @@ tensors without data. A test compares this tape, entry by entry, with that of a 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -98,8 +99,17 @@ class ReplayedOperations:
         return self._once(("embed_backward", gradient.shape), "embeddings", call, self._ends)
 
     def evaluate(self, micro_batch: Batch) -> Tensor:
-        key, call = ("evaluate", micro_batch.input_ids.shape), partial(self._operations.evaluate, micro_batch)
-        return self._once(key, "evaluation", call, arguments=_tensors_of(micro_batch))
+        def block(index: int, hidden: Tensor, extra: Extra) -> Tensor:
+            key = "evaluated block", self._kinds[index], hidden.shape
+            return self._once(key, "evaluation", partial(run_block, index, hidden, extra))
+
+        def run() -> Tensor:
+            with patch.object(decoder, "block", block):
+                return self._operations.evaluate(micro_batch)
+
+        decoder = self._operations.decoder
+        run_block, key = decoder.block, ("evaluate", micro_batch.input_ids.shape)
+        return self._once(key, "evaluation", run, arguments=_tensors_of(micro_batch))
 
     def norms(self, part: Part) -> Tensor:
         key = "norms", part.working.numel()  # parts of one size are cut into equal pieces
