@@ -94,12 +94,17 @@ def _about_card(plan: "Plan") -> Iterator[str]:
         here = "No GPU is here" if why is None else f"PyTorch cannot use the GPU here ({why})"
         yield f"{here}, so {plan.card.name} is assumed: --gpu CARD names yours, --device cpu plans for this CPU"
     if asked is not None and asked > plan.gpu_limit_bytes:
-        yield f"{plan.card.name} has {format_size(plan.gpu_limit_bytes)} for training, less than --gpu-limit allows"
+        has = f"{plan.card.name} has {format_size(plan.gpu_limit_bytes)} for training"
+        yield f"{has}, less than the {format_size(asked)} of --gpu-limit"
 
 
 def _without_effect(plan: "Plan") -> Iterator[str]:
     if plan.precision == "fp32" and plan.settings.residual == "16bit":
         yield "--residual 16bit does nothing here, because the computation is in fp32"
+    if plan.settings.states_folder is not None and not plan.disk_state_bytes:
+        yield "--states-folder stays empty: no optimizer state has to go there"
+    if plan.settings.states_folder is None and plan.settings.disk_rate_bytes != Settings.disk_rate_bytes:
+        yield "--disk-rate does nothing without --states-folder"
 
 
 def _faster(plan: "Plan") -> Iterator[str]:

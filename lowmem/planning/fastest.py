@@ -65,11 +65,10 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
     """Returns the fastest of the layouts `by_home` whose allocated bytes fit into `search.room`, or None."""
     best: Found | None = None
-    on_gpu = False
+    most_kept = max((choices.kept[-1] for of_home in by_home for choices in of_home), default=0)
+    enough = min(search.columns.simulations.blocks, most_kept)
     for of_home in by_home:
         disk = of_home[0].disk
-        if on_gpu and of_home[0].base.boundaries_in_ram:
-            break
         # A disk is tried only if nothing else fits, or if forward and backward would run twice.
         if disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
@@ -83,33 +82,34 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
             leaves = choices.base.weights_on_gpu is not None and best is not None and best.layout.weights_on_gpu is None
             if not leaves or found.seconds < _WORTH_STREAMING * best.seconds:
                 best = found
-        # Weights and gradients are on the GPU: the search ends, unless a layout that ran out of memory was much faster.
-        # If blocks save less than their matmul outputs, it ends after weights in RAM.
+        # Weights and gradients are on the GPU, and blocks save their matrix products, or as much as the settings allow:
+        # the search ends, unless a layout that ran out of memory was much faster.
         here = best is not None and best.layout.weights_on_gpu is None and best.layout.fate in (Fate.HELD, Fate.APPLIED)
-        if here and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed):
-            on_gpu = True
-            if best.layout.kept >= min(search.columns.simulations.blocks, max(each.kept[-1] for each in of_home)):
-                break
+        much_slower = (best.seconds > _MUCH_SLOWER * failed.seconds for failed, _ in search.failed)
+        if here and best.layout.kept >= enough and not any(much_slower):
+            break
     return best
 
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits of GPU memory and RAM under which one of the layouts `by_home` fits. Must be called
-    only if none fits into `room`. Keeps its GPU limit if a higher RAM limit is enough with weights on the GPU."""
+    """Returns the smallest limit of GPU memory under which one of the layouts `by_home` fits, with the least RAM that
+    one of them then needs. Must be called only if none fits into `room`. Keeps its GPU limit if a higher RAM limit is
+    enough with weights on the GPU."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
         if small.layout.weights_on_gpu is None and small.fits(simulations, room.gpu):
             return Room(room.gpu, small.ram_bytes)
     in_ram = [small for small in small_layouts if within(small.ram_bytes, room.ram)]
-    smallest = Room(math.inf, None)
+    smallest = Room(math.inf, math.inf)
     for small in sorted(in_ram or small_layouts, key=lambda small: small.least_gpu_bytes):
         if small.least_gpu_bytes >= smallest.gpu:
             break
         if simulations.allocated_bytes(small.layout) < smallest.gpu:
             cap = simulations.smallest_cap_bytes(small.layout)
             smallest = min(smallest, Room(cap, small.ram_bytes), key=lambda room: room.gpu)
-    return smallest
+    least = least_ram(by_home, simulations, smallest.gpu)
+    return Room(smallest.gpu, min(smallest.ram, simulations.record(least).streamed_bytes))
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:

@@ -149,10 +149,12 @@ def gpu_plan(question: Question) -> Plan:
         without = replace(found, layout=layout, simulated=simulations.record(layout))
         if without.seconds < _WORTH_SAYING * found.seconds and simulations.completes(layout, room.gpu):
             return _with_more_ram_hint(plan, case.plan(without))
-    if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
-        sent = fastest_layout(with_fates(by_home, {Fate.SENT}), simulations, replace(room, ram=None))
-        if sent is not None and sent.seconds < _WORTH_SAYING * found.seconds:
-            return _with_more_ram_hint(plan, case.plan(sent))
+    dropped = found.layout.fate is Fate.DROPPED
+    if room.ram is not None and not found.layout.states_on_disk and (dropped or not found.layout.states_on_gpu):
+        fates = {Fate.SENT} if dropped else set(Fate)  # to let gradients wait in RAM saves the most time
+        more = fastest_layout(with_fates(by_home, fates), simulations, replace(room, ram=None))
+        if more is not None and more.seconds < _WORTH_SAYING * found.seconds:
+            return _with_more_ram_hint(plan, case.plan(more))
     return replace(plan, faster_with_ram=_more_ram_hint(case, room, found, plan.gpu_reserved_peak_bytes))
 
 

@@ -216,11 +216,11 @@ def kept_in_words(layout: Layout, blocks: int) -> str:
     """Returns a clause for users: how many of the model's `blocks` are recomputed, in whole or in part."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
-    at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""
+    whole, again = max(layout.kept - blocks, 0), max(blocks - layout.kept, 0)
+    together = min(layout.segment_blocks, again)
+    at_a_time = f", {together} at a time" if together > 1 else ""
     if not layout.kept:
         return f"all {blocks} blocks recomputed{at_a_time}"
-    whole = max(layout.kept - blocks, 0)
-    again = max(blocks - layout.kept, 0)
     said = {
         f"{again} recomputed{at_a_time}": again,
         f"{blocks - again - whole} recomputed but for their matrix products": blocks - again - whole,

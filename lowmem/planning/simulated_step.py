@@ -200,14 +200,14 @@ def record_step(
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        # A disk is still busy with late writes of earlier steps, except after two steps with copies of all states.
+        # With a disk, two more steps run first: late writes of one delay the next, so the third is like all later ones.
         for _ in range(2 if layout.states_on_disk and copies is not None else 0):
             step(batch, 1, 1e-4)
         waits = [each for each in (copies, ranks) if each is not None]
         began, waited = recorder.clock.host, sum(each.exposed_seconds for each in waits)
-        sent_bytes = 0 if ranks is None else -ranks.sent_bytes
+        sent_before = 0 if ranks is None else ranks.sent_bytes
         step(batch, 1, 1e-4)
-        sent_bytes += 0 if ranks is None else ranks.sent_bytes
+        sent_bytes = 0 if ranks is None else ranks.sent_bytes - sent_before
         seconds = recorder.clock.host - began
         waiting = sum(each.exposed_seconds for each in waits) - waited
         if whole_first_step:  # otherwise the updates of the first step stand for those of the second

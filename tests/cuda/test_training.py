@@ -201,7 +201,9 @@ def test_a_cap_that_the_card_does_not_have_becomes_all_that_it_has(train, tmp_pa
     """As 11 GiB, the default, on a card of 8."""
     assert train(tmp_path / "out", *ON_CARD, "--gpu-limit", "12GiB") == 0
     said = capsys.readouterr().err
-    assert "of 11.3 GiB GPU" in said and "rtx3060 has 11.3 GiB for training, less than --gpu-limit allows" in said
+    assert (
+        "of 11.3 GiB GPU" in said and "rtx3060 has 11.3 GiB for training, less than the 12.0 GiB of --gpu-limit" in said
+    )
 
 
 def test_what_was_tried_before_training_is_given_back():

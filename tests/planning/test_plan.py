@@ -194,7 +194,7 @@ def test_a_cap_is_at_most_the_cards_memory_without_cudas_context_and_a_higher_on
     for limit, planned in ((None, usable), (GIB, GIB), (100 * GIB, usable)):
         plan = plan_for(card=card, precision="fp16", gpu_limit_bytes=limit, micro_batch=2)
         assert plan.gpu_limit_bytes == planned and plan.gpu_reserved_peak_bytes <= planned
-        said = f"{card} has {format_size(usable)} for training, less than --gpu-limit allows"
+        said = f"{card} has {format_size(usable)} for training, less than the 100 GiB of --gpu-limit"
         assert (said in answer(plan)) == (limit == 100 * GIB)
 
 
@@ -206,6 +206,36 @@ def test_a_16_bit_residual_stream_is_said_to_do_nothing_in_fp32(device):
         lines = answer(plan_for(device, precision, residual="16bit", micro_batch=2))
         assert ("--residual 16bit does nothing here, because the computation is in fp32" in lines) == said
     assert not any("--residual" in line for line in answer(plan_for(device, "fp32", micro_batch=2)))
+
+
+def test_a_folder_for_states_that_stays_empty_and_the_rate_of_no_disk_are_said_to_do_nothing(tmp_path):
+    """Seen to fail: neither was said."""
+    empty, rate = "--states-folder stays empty: no optimizer state has to go there", "--disk-rate does nothing without"
+    for more, said in (
+        ({}, []),
+        ({"states_folder": str(tmp_path)}, [empty]),
+        ({"states_folder": str(tmp_path), "states": "disk", "disk_rate_bytes": GIB}, []),
+        ({"disk_rate_bytes": GIB}, [f"{rate} --states-folder"]),
+    ):
+        lines = answer(plan_for(micro_batch=2, **more))
+        assert [line for line in lines if line.startswith((empty, rate))] == said
+
+
+def test_no_more_blocks_are_said_to_be_recomputed_together_than_are_recomputed():
+    """Seen to fail: of 12 blocks 1 recomputed, 99 at a time."""
+    assert kept_in_words(Layout(1, segment_blocks=99, kept=11), 12).startswith("of 12 blocks 1 recomputed, 11 ")
+    assert kept_in_words(Layout(1, segment_blocks=99), 12) == "all 12 blocks recomputed, 12 at a time"
+    assert kept_in_words(Layout(1, segment_blocks=4), 12) == "all 12 blocks recomputed, 4 at a time"
+
+
+def test_more_ram_is_named_where_no_state_is_on_the_gpu():
+    """Seen to fail: it was named only if states on the GPU took the place of RAM, or if everything ran twice."""
+    caps = {"gpu_limit_bytes": 460 * MIB, "micro_batch": 1, "config": DEEP}
+    roomy = plan_for(**caps, ram_limit_bytes=64 * GIB)
+    assert roomy.faster_with_ram is None
+    tight = plan_for(**caps, ram_limit_bytes=roomy.ram_bytes - 32 * MIB)
+    assert not tight.layout.states_on_gpu and tight.layout.fate is not Fate.DROPPED
+    assert tight.faster_with_ram == (roomy.ram_bytes, roomy.step_seconds) and roomy.step_seconds < tight.step_seconds
 
 
 def test_faster_cards_take_less_time_and_older_ones_attention_without_flash():

@@ -296,6 +296,18 @@ def never_slower(question, rooms: list[Room]) -> None:
         fastest = min(fastest, found.seconds)
 
 
+@pytest.mark.exhaustive
+def test_the_ram_that_is_named_beside_the_smallest_cap_of_the_gpu_is_the_least():
+    """Seen to fail: 80% of it was enough, because more of the states fitted on the GPU."""
+    settings, target = Settings(seq=1024, batch=64), gpu_target(CARDS["rtx3060"])
+    make = partial(make_decoder, GPT2Config(), "bf16", "fp32", target.fused_kernels)
+    simulations = Simulations(make, step_case(settings, "bf16"), target)
+    question = choices_by_home(settings, simulations), simulations
+    named = smallest_room(*question, Room(480 * MIB, -1))  # the process alone takes more RAM than its cap
+    assert fastest_layout(*question, named) is not None
+    assert fastest_layout(*question, replace(named, ram=named.ram - MIB)) is None
+
+
 STEPS = (0, 1, 2, 5, 13, 34, 144)
 
 
@@ -313,6 +325,21 @@ def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(q
     named = smallest_room(*question, Room(gpu, 1))
     assert named.gpu == gpu
     never_slower(question, [Room(gpu, named.ram + step * MIB) for step in STEPS])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("batch", "clip_norm", "caps_mib"), [(16, 1.0, (1100, 1200, 1300)), (8, None, (800, 825, 850, 875))]
+)
+def test_a_larger_cap_gives_no_slower_layout_where_inputs_in_ram_are_better_than_held_gradients(
+    batch, clip_norm, caps_mib
+):
+    """Seen to fail: inputs in RAM were not tried once gradients fitted on the GPU, nor weights there beside them."""
+    settings, target = Settings(seq=1024, batch=batch, clip_norm=clip_norm), gpu_target(CARDS["rtx4060"])
+    make = partial(make_decoder, GPT2Config(), "bf16", "fp32", target.fused_kernels)
+    simulations = Simulations(make, step_case(settings, "bf16"), target)
+    question = choices_by_home(settings, simulations), simulations
+    never_slower(question, [Room(room_under(cap * MIB), None) for cap in caps_mib])
 
 
 @pytest.mark.exhaustive
