@@ -58,9 +58,11 @@ class ReplayedOperations:
         self._parts: list[list[Part]] = [[] for _ in decoder.units]
         for part in operations.store.parts:
             self._parts[part.unit].append(part)
-        self._ends = self._parts[0] + self._parts[-1]  # the parts to whose gradients embeddings and head may add
-        self._shapes: dict[int, torch.Size] = {}  # of token ids, by the id of the extras that `embed` made of them
-        # for a shape of token ids: {block: index of its arguments among those that differ}
+        # Embeddings and head may add to the gradients of these parts.
+        self._ends = self._parts[0] + self._parts[-1]
+        # {id of the extras that `embed` returned: shape of its token ids}
+        self._shapes: dict[int, torch.Size] = {}
+        # {shape of token ids: for each block, the index of its extra among the distinct ones}
         self._turns: dict[torch.Size, list[int]] = {} if known is None else known.setdefault("turns", {})
         self._kinds = list(range(len(decoder.blocks)))  # a number for each block; blocks that are alike have the same
         if known is not None:
