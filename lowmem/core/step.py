@@ -88,9 +88,9 @@ class TrainingStep:
         try:
             step = operator.index(step)
         except TypeError:
-            raise InputError(f"step number {step!r}: give a whole number") from None
+            raise InputError(f"step number {step!r}: give a whole number.") from None
         if abs(step) >= 2**63:  # the seed of dropout has 64 bits for it
-            raise InputError(f"a step number of {step.bit_length()} bits: give a whole number below 2**63")
+            raise InputError(f"a step number of {step.bit_length()} bits: give a whole number below 2**63.")
         if not torch.is_grad_enabled():
             raise InputError("a step needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)

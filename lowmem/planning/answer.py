@@ -99,12 +99,17 @@ def _about_card(plan: "Plan") -> Iterator[str]:
 
 
 def _without_effect(plan: "Plan") -> Iterator[str]:
-    if plan.precision == "fp32" and plan.settings.residual == "16bit":
+    settings = plan.settings
+    if plan.precision == "fp32" and settings.residual == "16bit":
         yield "--residual 16bit does nothing here, because the computation is in fp32"
-    if plan.settings.states_folder is not None and not plan.disk_state_bytes:
+    if settings.states_folder is not None and not plan.disk_state_bytes:
         yield "--states-folder stays empty: no optimizer state has to go there"
-    if plan.settings.states_folder is None and plan.settings.disk_rate_bytes != Settings.disk_rate_bytes:
+    if settings.states_folder is None and settings.disk_rate_bytes != Settings.disk_rate_bytes:
         yield "--disk-rate does nothing without --states-folder"
+    if plan.ranks == 1 and settings.network_rate_bytes != Settings.network_rate_bytes:
+        yield "--network-rate does nothing on one machine"
+    if plan.card is None and settings.gpu_limit_bytes not in (None, Settings.gpu_limit_bytes):
+        yield "--gpu-limit does nothing on the CPU"
 
 
 def _faster(plan: "Plan") -> Iterator[str]:

@@ -29,7 +29,7 @@ class Choices:
     kept: range  # Layout.kept, how much blocks save for backward: 0 (inputs of segments) to 2 x blocks (whole graphs)
     units_on_gpu: range  # how many units (such as blocks) have states on the GPU, or weights if `base` has those in RAM
     whole_batch: bool = False  # whether the whole batch must be one group
-    disk: int = 0  # units with states on a disk; 0: as in `base`; 1: as few as RAM demands, perhaps none; n: at least n
+    units_on_disk: range | None = None  # how many units may have states on a disk; None: as many as in `base`
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """Returns the group sizes to try, in ascending order; [] if none is possible. A group size is how many
@@ -78,8 +78,9 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
     inputs = (False,) if keeps_everything else in_ram[settings.boundaries]
-    disk = (0,) if settings.states_folder is None else (0, 1)
-    disk = (simulations.units,) if settings.states == "disk" else disk
+    units = simulations.units
+    disk = (None,) if settings.states_folder is None else (None, range(units + 1))
+    disk = (only(units),) if settings.states == "disk" else disk
     by_home = []
     # All on the GPU, weights in RAM, block inputs in RAM, both; then the same with states on a disk, if allowed.
     for home in product(disk, inputs, weights):
@@ -101,9 +102,9 @@ def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
 
 
 def _with_home(
-    settings: Settings, simulations: Simulations, disk: int, inputs_in_ram: bool, weights_in_ram: bool
+    settings: Settings, simulations: Simulations, disk: range | None, inputs_in_ram: bool, weights_in_ram: bool
 ) -> Choices:
-    choices = replace(open_choices(settings, simulations), disk=disk)
+    choices = replace(open_choices(settings, simulations), units_on_disk=disk)
     base = Layout(1, boundaries_in_ram=inputs_in_ram, weights_on_gpu=1 if weights_in_ram else None)
     kept = choices.kept
     if weights_in_ram:

@@ -88,7 +88,8 @@ class Columns:
         weights = simulations.weight_bytes
         if layout.weights_on_gpu is not None:
             weights = [*weights[: layout.weights_on_gpu], weights[-1]]
-        inputs = 0 if layout.boundaries_in_ram else self._saved_inputs_bytes(layout, ALL)
+        # A graph that is kept holds the input of its segment.
+        inputs = 0 if layout.boundaries_in_ram else self._saved_inputs_bytes(layout, INPUT, PRODUCTS, ALL)
         gradients = 4 * simulations.parameters // simulations.base.mesh.sharing if layout.fate is Fate.HELD else 0
         # Saved inputs and all gradients need not exist at the same time.
         return sum(weights) + max(inputs, gradients) <= limit_bytes
@@ -98,20 +99,19 @@ class Columns:
         `limit_bytes` in RAM (None: no limit). Returns None if no number that `column` (similar layouts) allows is
         enough. `units_on_gpu`: how many units have optimizer states on the GPU, or weights if `column` has
         those in RAM."""
-        layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
-        if not disk and not layout.states_on_disk and not within(self._least_ram_bytes(layout), limit_bytes):
+        layout, counts = column.layout(column.least_kept, units_on_gpu), column.choices.units_on_disk
+        if counts is None and not layout.states_on_disk and not within(self._least_ram_bytes(layout), limit_bytes):
             return None  # certainly, so without a simulation
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
-        if not disk:
+        if counts is None:
             return layout.states_on_disk if within(streamed, limit_bytes) else None
-        if disk == 1 and within(streamed, limit_bytes):
+        if 0 in counts and within(streamed, limit_bytes):
             return 0  # RAM has room for all states
 
         def enough(units: int) -> bool:
             on_disk = self.simulations.bytes_on_disk(replace(layout, states_on_disk=units))
             return within(streamed - on_disk, limit_bytes)
 
-        counts = range(disk, self.simulations.units + 1)
         place = bisect_left(counts, True, key=enough)
         return counts[place] if place < len(counts) else None
 
@@ -122,16 +122,15 @@ class Columns:
         if layout.weights_on_gpu is not None:
             size += sum(weights[layout.weights_on_gpu : -1])
         if layout.boundaries_in_ram:
-            size += self._saved_inputs_bytes(layout)
+            size += self._saved_inputs_bytes(layout, INPUT, PRODUCTS)
         if layout.fate is Fate.SENT:  # gradients in fp32; the first unit's stay on the GPU
             size += 4 * sum(weights[max(layout.states_on_gpu, 1) :]) // self.simulations.base.dtype.itemsize
         return size
 
-    def _saved_inputs_bytes(self, layout: Layout, *more: str) -> int:
-        # A lower bound for the inputs that a group of micro-batches saves for backward. A graph that is kept (ALL)
-        # holds the input of its segment on the GPU; `more` says whether it counts.
-        kept = {INPUT, PRODUCTS, *more}
-        segments = sum(segment.keep in kept for segment in layout.segments(self.simulations.blocks))
+    def _saved_inputs_bytes(self, layout: Layout, *keeps: str) -> int:
+        # A lower bound for the inputs that a group of micro-batches saves for backward. Counts segments that keep one
+        # of `keeps`.
+        segments = sum(segment.keep in keeps for segment in layout.segments(self.simulations.blocks))
         return layout.group * layout.micro_batch * segments * self.simulations.input_bytes
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
@@ -170,7 +169,7 @@ class Columns:
         base = column.choices.base
         moved = self._bytes_on_gpu(column, more) - self._bytes_on_gpu(column, fewer)
         # The RAM that these units leave has room for states that were read from the disk and written to it.
-        disk = 2 * moved / target.disk if column.choices.disk else 0.0
+        disk = 0.0 if column.choices.units_on_disk is None else 2 * moved / target.disk
         if base.weights_on_gpu is None:
             return disk + moved / target.copies
         # Weights in RAM are copied in each pass of each group of micro-batches.

@@ -3,7 +3,8 @@
 The micro-batch changes the bits of the result, so neither free RAM nor measured time may influence it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from lowmem.planning.question import Question
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, on_the_cpu
 from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.ways_out import WayOut, in_a_sentence
+from lowmem.planning.ways_out import WayOut, in_a_sentence, left_to_the_planner
 from lowmem.settings import Settings
 
 CPU_MICRO_BATCH_TOKENS = 4096
@@ -89,7 +90,7 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     if plan is None:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
         least *= question.ranks_here
-        found = list(_ways_out(question)) if ways_out else []
+        found = _ways_out(question) if ways_out else []
         smallest = {"options": " ".join(cap_options(None, least)), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(question, None, None, least) + in_a_sentence(found), said)
@@ -105,20 +106,33 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     return plan
 
 
-def _ways_out(question: Question) -> Iterator[WayOut]:
+def _ways_out(question: Question) -> list[WayOut]:
     settings = question.settings
-    shorter = settings.seq // 4
-    may_be_on_disk = settings.states_folder is None and question.mesh.count == 1
-    changes = {"--states-folder DIR": {"states_folder": "DIR"}} if may_be_on_disk else {}
+    given, others, shorter = left_to_the_planner(settings), {}, settings.seq // 4
+    if settings.states_folder is None and question.mesh.count == 1:  # ranks have no disk
+        others["--states-folder DIR"] = {"states_folder": "DIR"}
     if settings.optimizer == "adamw":
-        changes["--optimizer adamw8bit"] = {"optimizer": "adamw8bit"}
+        others["--optimizer adamw8bit"] = {"optimizer": "adamw8bit"}
     if settings.seq >= 128 and settings.target_tokens is None:
-        changes[f"--seq {shorter}"] = {"seq": shorter}
-    for options, changed in changes.items():
-        with suppress(PlanError, InputError):
-            other = replace(question, settings=replace(settings, **changed), ram_free_bytes=None)
-            plan = cpu_plan(other, ways_out=False)
-            yield WayOut(options, plan.ram_bytes * question.ranks_here, disk_bytes=plan.disk_state_bytes)
+        others[f"--seq {shorter}"] = {"seq": shorter}
+    found = [_way_out(question, options, changes) for options, changes in (given | others).items()]
+    # If none of them is enough, several are tried together.
+    together = [*list(given.items())[-1:], *others.items()]
+    for count in range(2, len(together) + 1):
+        if any(found):
+            break
+        options, changes = zip(*together[:count], strict=True)
+        found = [_way_out(question, " ".join(options), dict(ChainMap(*changes)))]
+    return [way for way in found if way is not None]
+
+
+def _way_out(question: Question, options: str, changes: dict) -> WayOut | None:
+    """Returns the WayOut that names `options`, or None if training does not fit into RAM with these `changes` of
+    settings."""
+    with suppress(PlanError, InputError):
+        other = replace(question, settings=replace(question.settings, **changes), ram_free_bytes=None)
+        plan = cpu_plan(other, ways_out=False)
+        return WayOut(options, plan.ram_bytes * question.ranks_here, disk_bytes=plan.disk_state_bytes)
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:

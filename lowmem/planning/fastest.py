@@ -68,7 +68,7 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
     most_kept = max((choices.kept[-1] for of_home in by_home for choices in of_home), default=0)
     enough = min(search.columns.simulations.blocks, most_kept)
     for of_home in by_home:
-        disk = of_home[0].disk
+        disk = of_home[0].units_on_disk is not None
         # A disk is tried only if nothing else fits, or if forward and backward would run twice.
         if disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
@@ -153,7 +153,8 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
     for choices in every:
         if choices.base.gathered or (choices.base.fate is Fate.SENT and dropped):
             continue  # other entries take less memory: they gather weights twice, or compute gradients twice
-        ram = None if choices.disk else room.ram
+        disk = choices.units_on_disk is not None
+        ram = None if disk else room.ram
         for segment in choices.segments:
             column = replace(columns.smallest(choices), segment=segment)
             fitting_ram = Search(columns, Room(None, ram)).fitting(column)
@@ -163,7 +164,7 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
             for units in sorted({*fitting_ram[:1], *fitting_gpu[-4:], choices.units_on_gpu[-1]}):
                 # Bytes come from another layout of the column, because simulating each layout would take longer.
                 layout, ram_bytes = column.layout(column.least_kept, units), columns.streamed_bytes(column, units)
-                if choices.disk:
+                if disk:
                     layout = replace(layout, states_on_disk=simulations.units)
                     ram_bytes = simulations.record(layout).streamed_bytes
                 gpu_bytes = columns.allocated_bytes(column, column.least_kept, units)
@@ -181,7 +182,7 @@ def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: 
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(
-        choices, base=replace(choices.base, states_on_disk=layout.states_on_disk), disk=0,
+        choices, base=replace(choices.base, states_on_disk=layout.states_on_disk), units_on_disk=None,
         micro_batches=(layout.micro_batch,), units_on_gpu=range(fewest, found.units_on_gpu + 1),
     )  # fmt: skip
     columns, allocated = Columns(simulations), simulations.allocated_bytes(layout)

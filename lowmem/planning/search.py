@@ -163,9 +163,9 @@ class Search:
         return self._fitting[column]
 
     def _least_disk_seconds(self, column: Column) -> float:
-        fitting, simulations = self.fitting(column) if column.choices.disk else (), self.columns.simulations
-        if not fitting:
+        if column.choices.units_on_disk is None or not (fitting := self.fitting(column)):
             return 0.0
+        simulations = self.columns.simulations
         # The most units on the GPU have the fewest states on the disk, which reads and writes them.
         layout = self._layout(column, column.least_kept, fitting[-1])
         return 2 * simulations.bytes_on_disk(layout) / simulations.target.disk

@@ -1,4 +1,5 @@
-"""Finds settings with which training fits after all: more RAM, states on a disk, an 8-bit optimizer, shorter sequences.
+"""Finds settings with which training fits after all: more RAM, states on a disk, an 8-bit optimizer, shorter
+sequences, or a layout that the planner chooses.
 
 Each change is tried with the layouts that take the least memory. The search for a plan tries these layouts, too. So
 there is a plan for each setting that an error message names.
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.fields import option_name
 from lowmem.planning.choices import choices_by_home
 from lowmem.planning.columns import within
 from lowmem.planning.fastest import least_gpu, least_ram
@@ -18,6 +20,10 @@ from lowmem.settings import Settings
 from lowmem.units import format_option, format_size
 
 _SHORTEST = 32  # tokens of the shortest sequences that are tried
+_LAYOUT_OPTIONS = (  # fields of Settings that the planner chooses, unless the user does
+    *("micro_batch", "group", "segment_blocks", "recompute"),
+    *("states", "weights", "boundaries", "gradients"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,17 @@ def in_a_sentence(found: list[WayOut]) -> str:
     return f" It fits with {', or with '.join(map(str, found))}." if found else ""
 
 
+def left_to_the_planner(settings: Settings) -> dict[str, dict]:
+    """Returns {options in words: changes of `settings`}. Each leaves a part of the layout (way to compute a step) to
+    the planner: first one option that the user gave, such as `--recompute off`, and last all of them."""
+    given = [name for name in _LAYOUT_OPTIONS if getattr(settings, name) != getattr(Settings, name)]
+    several = [[name] for name in given] + [given] * (len(given) > 1)
+    return {
+        " ".join(f"{option_name(name)} auto" for name in names): {name: getattr(Settings, name) for name in names}
+        for names in several
+    }
+
+
 @dataclass(frozen=True)
 class WaysOut:
     """Looks for options with which training fits on a GPU. `room`: the limits of GPU memory and RAM, under which no
@@ -77,7 +94,15 @@ class WaysOut:
                     self._in_8_bits(exact, peak),
                     *found,
                 ]
-        return [way for way in found if way is not None]
+        return [way for way in (self._left_to_the_planner(), *found) if way is not None]
+
+    def _left_to_the_planner(self) -> WayOut | None:
+        for options, changes in left_to_the_planner(self.settings).items():
+            by_home = choices_by_home(replace(self.settings, **changes), self.simulations)
+            layout = least_ram(by_home, self.simulations, self.room.gpu)
+            if layout is not None and within(self.simulations.record(layout).streamed_bytes, self.room.ram):
+                return self._way(options, self.simulations, layout, None)
+        return None
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
         """Returns the WayOut that names the options `changes`, or None if `layout` does not fit into GPU memory with

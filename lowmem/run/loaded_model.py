@@ -59,10 +59,10 @@ class LoadedModel:
         with more steps. Raises LowmemError, with earlier checkpoints intact, if the disk is full."""
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
-            raise InputError(f"{done!r} steps: give a whole number, at least 0")
+            raise InputError(f"{done!r} steps: give a whole number, at least 0.")
         keep_last = self.settings.keep_last if keep_last is None else keep_last
         if type(keep_last) is not int or keep_last < 1:
-            raise InputError(f"keep_last={keep_last!r}: give a whole number, at least 1")
+            raise InputError(f"keep_last={keep_last!r}: give a whole number, at least 1.")
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         newest = next(iter(checkpoints_in(folder / "checkpoints")), None)

@@ -67,7 +67,7 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
     Raises InputError if a number is below 1, and PlanError if training does not fit under the memory caps."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
         if not isinstance(number, int) or number < 1:
-            raise InputError(f"{option} {number!r}: give a whole number, at least 1")
+            raise InputError(f"{option} {number!r}: give a whole number, at least 1.")
     return plan_of_ranks(question, meshes(gpus * machines, machines), gpus, make_plan)
 
 

@@ -221,6 +221,16 @@ def test_a_folder_for_states_that_stays_empty_and_the_rate_of_no_disk_are_said_t
         assert [line for line in lines if line.startswith((empty, rate))] == said
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_rate_of_no_network_and_a_limit_of_no_gpu_are_said_to_do_nothing(device):
+    """Seen to fail: neither was said."""
+    lines = answer(plan_for(device, "fp32", micro_batch=2, network_rate_bytes=GIB, gpu_limit_bytes=2 * GIB))
+    assert "--network-rate does nothing on one machine" in lines
+    assert ("--gpu-limit does nothing on the CPU" in lines) == (device == "cpu")
+    lines = answer(plan_for(device, "fp32", micro_batch=2, gpu_limit_bytes=Settings.gpu_limit_bytes))
+    assert not any("does nothing" in line for line in lines)
+
+
 def test_no_more_blocks_are_said_to_be_recomputed_together_than_are_recomputed():
     """Seen to fail: of 12 blocks 1 recomputed, 99 at a time."""
     assert kept_in_words(Layout(1, segment_blocks=99, kept=11), 12).startswith("of 12 blocks 1 recomputed, 11 ")
@@ -397,6 +407,40 @@ def test_a_refusal_on_a_cpu_names_what_fits_under_the_same_cap(monkeypatch):
     assert there.disk_state_bytes == caught.value.ways_out[1]["disk_bytes"]
 
 
+@pytest.mark.parametrize(("given", "limit", "named"), [
+    ({"recompute": "off"}, 300, "--recompute auto"),
+    ({"states": "resident", "micro_batch": 8}, 300, "--micro-batch auto --states auto"),
+    ({"states": "resident", "micro_batch": 8}, 400, "--micro-batch auto"),
+])  # fmt: skip
+def test_a_refusal_names_the_options_that_keep_the_planner_from_a_layout_that_fits(given, limit, named):
+    """Seen to fail: only a larger limit or shorter sequences were named."""
+    options = [way["options"] for way in refused(gpu_limit_bytes=limit * MIB, **given).ways_out]
+    assert options[1] == named
+    left = {name for name in given if f"--{name.replace('_', '-')} auto" in named}
+    plan_for(gpu_limit_bytes=limit * MIB, **{name: given[name] for name in given.keys() - left})
+
+
+@pytest.mark.parametrize(("below", "named"), [
+    (40, ["--micro-batch auto", "--states-folder DIR", "--optimizer adamw8bit", "--seq 64"]),
+    (200, ["--micro-batch auto --states-folder DIR"]),
+    (300, ["--micro-batch auto --states-folder DIR --optimizer adamw8bit --seq 64"]),
+    (600, []),
+])  # fmt: skip
+def test_a_refusal_on_a_cpu_names_several_options_together_if_none_is_enough(below, named):
+    """Seen to fail: only single options were tried, and none of the layout."""
+    process, wide = Process(200 * MIB, 0), {"micro_batch": 8}
+
+    def plan(**changed) -> Plan:
+        return make_plan(Question(dataclasses.replace(SMALL, **changed), CONFIG, "fp32", None, process=process))
+
+    limit = plan(**wide).ram_bytes - below * MIB
+    with pytest.raises(PlanError) as caught:
+        plan(**wide, ram_limit_bytes=limit)
+    assert [way["options"] for way in caught.value.ways_out][1:] == named
+    if below == 200:
+        assert plan(ram_limit_bytes=limit, states_folder="DIR").ram_bytes <= limit
+
+
 def test_a_refusal_in_json_has_the_keys_of_a_plan_and_the_ways_out(capsys):
     asked = ["--model", "gpt2", "--batch", "4", "--micro-batch", "1", "--gpu", "rtx3060", "--json"]
     assert plan_command.main([*asked, "--gpu-limit", "200MiB"]) == 3
@@ -409,7 +453,7 @@ def test_a_refusal_in_json_has_the_keys_of_a_plan_and_the_ways_out(capsys):
 
 def test_shorter_sequences_are_a_way_out_where_the_gpu_is_too_small():
     caps = {"micro_batch": 8, "group": 1, "weights": "resident", "boundaries": "resident"}
-    refused(**caps, gpu_limit_bytes=340 * MIB, match=r"It fits with --seq 128\.$")
+    refused(**caps, gpu_limit_bytes=340 * MIB, match=r"It fits with --micro-batch auto, or with --seq 128\.$")
     assert plan_for(**caps, gpu_limit_bytes=340 * MIB, seq=128).gpu_reserved_peak_bytes <= 340 * MIB
 
 
@@ -657,7 +701,7 @@ def test_the_answer_says_hours_if_the_steps_are_known_and_names_the_ways_to_be_f
 
 
 def test_the_answer_for_a_cpu_has_no_figures_of_a_gpu():
-    (line,) = answer(plan_for("cpu", "fp32", micro_batch=2, steps=7))
+    (line,) = answer(plan_for("cpu", "fp32", micro_batch=2, steps=7, gpu_limit_bytes=None))
     assert re.fullmatch(r"Fits: .*B RAM, 7 steps \(their time is not predicted on the CPU\), .* of disk", line)
 
 
