@@ -17,6 +17,11 @@ from lowmem.run.figures import MEDIAN_OVER, evaluations, memory_kinds, smoothed
 from lowmem.units import GIB, format_size
 
 _MARKED_UP_TO = 20  # rows; fewer are also drawn as dots, because a single row makes no line
+_VISIBLE = 0.005  # Parts below this share of a bar are drawn as one, "others".
+_SAME_COLOURS = (  # of memory that most plans have, so that pictures can be compared
+    *("working_weights", "gradients", "live_blocks", "boundaries", "streamed_states", "process"),
+    *("resident_states", "boundary_gradients", "head", "staging_ring", "streamed_weights"),
+)
 
 
 def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None:
@@ -105,20 +110,20 @@ def draw_memory(
 
 
 def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | None]]) -> None:
-    names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
+    kinds = [(kind, _visible(parts), *figures) for kind, parts, *figures in kinds]
+    names = list(dict.fromkeys([*_SAME_COLOURS, *(name for _, parts, *_ in kinds for name in parts)]))
     colours = dict(zip(names, _colours(len(names)), strict=True))
     annotate = partial(axes.annotate, textcoords="offset points")
     labels: list[str] = []
     for kind, parts, peak, cap in kinds:
         left = 0
         for name, size in parts.items():
-            if size:
-                drawn_before = name in axes.get_legend_handles_labels()[1]
-                axes.barh(
-                    len(labels), size / GIB, left=left / GIB, color=colours[name], height=0.6, edgecolor="white",
-                    linewidth=0.5, label=None if drawn_before else name,
-                )  # fmt: skip
-                left += size
+            drawn_before = name in axes.get_legend_handles_labels()[1]
+            axes.barh(
+                len(labels), size / GIB, left=left / GIB, color=colours[name], height=0.6, edgecolor="white",
+                linewidth=0.5, label=None if drawn_before else name,
+            )  # fmt: skip
+            left += size
         rows = [(f"{kind} predicted", left)]
         if peak is not None:
             axes.barh(len(labels) + 1, peak / GIB, color="0.35", height=0.6)
@@ -136,6 +141,13 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
     axes.invert_yaxis()
     axes.set_xlim(right=axes.get_xlim()[1] * 1.06)  # room for the sizes to the right of the bars
     axes.set_xlabel("GiB (2**30 bytes), peak of the run")
+
+
+def _visible(parts: dict[str, int]) -> dict[str, int]:
+    least = _VISIBLE * sum(parts.values())
+    shown = {name: size for name, size in parts.items() if size >= max(least, 1)}
+    others = sum(parts.values()) - sum(shown.values())
+    return shown | ({"others": others} if others else {})
 
 
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:

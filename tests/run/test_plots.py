@@ -132,6 +132,19 @@ def test_each_name_has_one_colour_and_one_line_in_the_legend(tmp_path, axes):
     assert len(set(plots._colours(40))) == 40
 
 
+def test_a_name_has_the_same_colour_in_each_picture_and_tiny_parts_are_one(tmp_path, axes):
+    """Seen to fail: a colour depended on the parts before, and the legend had names of parts that nobody could see."""
+    tiny = {f"part_{index}": GIB // 1000 for index in range(9)}
+    for breakdown in ({"gradients": GIB, "live_blocks": 2 * GIB}, tiny | {"live_blocks": 3 * GIB}):
+        plan = PLAN | {"breakdown": breakdown, "predicted": {"gpu_reserved_peak_bytes": sum(breakdown.values())}}
+        draw_memory(plan, None, tmp_path / "memory.png")
+    first, second = (dict(zip(*reversed(each.get_legend_handles_labels()), strict=True)) for each in axes[::2])
+    assert list(second) == ["live_blocks", "others", "streamed_states", "process"]
+    for name in ("live_blocks", "streamed_states", "process"):
+        assert first[name].patches[0].get_facecolor() == second[name].patches[0].get_facecolor()
+    assert second["others"].patches[0].get_width() == pytest.approx(9 / 1000, rel=1e-6)
+
+
 def test_a_plan_that_was_not_run_has_its_timeline_and_no_measured_bars(tmp_path, axes):
     timeline = [(0.0, 1 * GIB, 2 * GIB), (0.5, 3 * GIB, 3 * GIB), (2.0, 2 * GIB, 3 * GIB)]
     draw_memory(PLAN, None, tmp_path / "memory.png", timeline)
