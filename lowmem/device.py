@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 
@@ -12,7 +13,7 @@ from lowmem.errors import InputError, first_line
 from lowmem.units import MIB
 
 RETURNED_FROM_BYTES = 6 * MIB  # CPU memory blocks of at least this size go back to the system when freed
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # constants of malloc.h
 CUBLAS_WORKSPACES = ":4096:8"  # eight buffers of 4 MiB
 _NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")  # on Linux; in WSL
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch 2.9 and newer read the first
@@ -26,13 +27,34 @@ def set_environment() -> None:
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     # A workspace of fixed size makes matrix products reproducible.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
-    # glibc keeps freed blocks of up to 32 MiB: 0.4 GiB more RAM for GPT-2-Medium. To return them costs time, as new
-    # tensors need new pages: a fifth of a step of 128 tokens, not measurable with 1,024 tokens.
-    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        with suppress(OSError, AttributeError, TypeError):  # a C library without mallopt
-            set_option = ctypes.CDLL(None).mallopt
-            set_option(_M_MMAP_THRESHOLD, RETURNED_FROM_BYTES)
-            set_option(_M_TRIM_THRESHOLD, 64 * MIB)
+    keep_freed_memory(False)
+
+
+def chooses_freed_memory() -> bool:
+    """Returns True if `keep_freed_memory` has an effect: with glibc, unless the user has set its options."""
+    set_by_user = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    return not set_by_user and _mallopt() is not None
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Sets options of glibc's allocator. With `keep`, it keeps all freed blocks for new tensors. Otherwise blocks of at
+    least RETURNED_FROM_BYTES go back to the system, which then gives new tensors empty pages, one page fault each."""
+    if not chooses_freed_memory():
+        return
+    most_mapped = 0 if keep else 65536  # glibc's default; blocks beyond this number are in the heap
+    most_free = 2**31 - 1 if keep else 64 * MIB  # at the heap's end; the first is the largest int
+    for option, value in (
+        (_M_MMAP_THRESHOLD, RETURNED_FROM_BYTES),
+        (_M_MMAP_MAX, most_mapped),
+        (_M_TRIM_THRESHOLD, most_free),
+    ):
+        _mallopt()(option, value)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    with suppress(OSError, AttributeError, TypeError):  # a C library without it
+        return ctypes.CDLL(None).mallopt
+    return None
 
 
 def release_freed_memory() -> None:

@@ -11,6 +11,7 @@ from lowmem import device
 from lowmem.device import expandable_segments, select_device, set_environment
 from lowmem.errors import InputError
 from lowmem.settings import Settings
+from runs import python
 
 TODAY = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
@@ -115,3 +116,40 @@ def test_what_no_plan_can_be_made_for_is_refused_by_name(monkeypatch, environmen
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(InputError, match="|".join(environment)):
         expandable_segments()
+
+
+FAULTS = """
+import resource
+import torch
+from lowmem.device import keep_freed_memory, release_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for keep in (False, True, False):
+    keep_freed_memory(keep)
+    release_freed_memory()
+    before = faults()
+    for _ in range(40):
+        torch.ones(4_000_000).sum()  # 16 MB
+    print(faults() - before)
+"""
+
+
+@pytest.mark.quick(2)
+@pytest.mark.skipif(not device.chooses_freed_memory(), reason="malloc is not glibc's, or its options are set")
+def test_freed_memory_is_kept_for_new_tensors_or_goes_back_to_the_system():
+    """Seen to fail: each new tensor had new pages, and a step of GPT-2 on the CPU spent a tenth of its time on them."""
+    returned, kept, again = map(int, python("-c", FAULTS).stdout.split())
+    assert kept < min(returned, again) / 3  # small blocks take the place of a large one now and then
+
+
+def test_options_of_malloc_that_the_user_has_set_stay(monkeypatch):
+    asked = []
+    monkeypatch.setattr(device, "_mallopt", lambda: lambda *option: asked.append(option))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    device.keep_freed_memory(True)
+    assert not asked and not device.chooses_freed_memory()
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    device.keep_freed_memory(True)
+    assert asked

@@ -24,6 +24,7 @@ VOCABULARY = 50257
 REPEATS = 3
 EXAMPLES, LONGEST_EXAMPLE = 12, 256  # in bytes, which are the tokens
 TEXT_BYTES = 200_000_000
+RUN = "--model gpt2 --init random --device cpu --seq 1024 --batch 4 --steps 2 --eval-fraction 0"
 SMALL = "--demo --device cpu --seq 32 --batch 4 --micro-batch 2 --steps 3 --eval-batches 1"
 PROCESSES = {  # script, options, a model other than the script's
     "plan large": ("train_gpt2_large.py", "--plan-only --gpu rtx3060", None),
@@ -31,6 +32,7 @@ PROCESSES = {  # script, options, a model other than the script's
     "plan xl, 6 GiB": ("train_gpt2_xl.py", "--plan-only --gpu rtx3060 --gpu-limit 6GiB --ram-limit 24GiB", None),
     "plan llama-7b": ("train_gpt2_large.py", "--plan-only --gpu rtx3090", "llama-7b"),
     "small run": ("train_gpt2_large.py", SMALL, None),
+    "run": ("train_gpt2_large.py", RUN, None),
 }
 
 

@@ -18,6 +18,7 @@ WHAT = {
     "plan xl, 6 GiB": "plan GPT-2-XL for an rtx3060 under 6 GiB",
     "plan llama-7b": "plan Llama-7B for an rtx3090",
     "small run": "three steps of the demo's small model, from start to export",
+    "run": "two steps of GPT-2 on the CPU, 4 x 1,024 tokens, from start to export",
     "step": "a step of GPT-2 on the CPU / stock forward and backward",
     "sorted": "a step of examples of many lengths, --pack sorted / padded",
     "packed": "the same, --pack packed / padded",

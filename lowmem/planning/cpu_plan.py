@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import most_bytes, named_at_peak
-from lowmem.device import RETURNED_FROM_BYTES
+from lowmem.device import RETURNED_FROM_BYTES, chooses_freed_memory
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.caps import cap_options, refusal
 from lowmem.planning.choices import open_choices, step_case
@@ -24,6 +24,7 @@ from lowmem.planning.ways_out import WayOut, in_a_sentence, left_to_the_planner
 from lowmem.settings import Settings
 
 CPU_MICRO_BATCH_TOKENS = 4096
+_HELD = {"working_weights", "buffers", "resident_states", "weight_slots", "staging_ring"}  # in all of a step
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,30 @@ class _Case:
     question: Question
     simulations: Simulations
 
-    def plan(self, layout: Layout) -> Plan:
+    def plan(self, layout: Layout, keeps_freed_memory: bool = False) -> Plan:
         question, simulations, simulated = self.question, self.simulations, self.simulations.record(layout)
         train = named_at_peak(simulated.tape) | {name: size for name, size in simulated.in_ram.items() if size}
         # malloc does not reuse all memory of small activations, so their peak is added. A rule of thumb:
         # experiments/memory_estimation has figures of four models.
         train["freed_and_kept"] = most_bytes(simulated.tape, "live_blocks", RETURNED_FROM_BYTES)
+        if keeps_freed_memory:
+            train["freed_and_kept"] = self._between_tensors_bytes(layout)
         drawn_bytes = simulations.largest_drawn_bytes(question.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
+        if keeps_freed_memory:  # later evaluations and checkpoints find all of it
+            ram |= dict.fromkeys(("evaluate", "save"), ram["train"])
         return Plan(
             question.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision,
             layout, ram, gpu_limit_bytes=question.settings.gpu_limit_bytes, checkpoint_bytes=simulated.checkpoint_bytes,
             disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes,
+            keeps_freed_memory=keeps_freed_memory,
         )  # fmt: skip
+
+    def _between_tensors_bytes(self, layout: Layout) -> int:
+        # A rule of thumb, and more than was measured: gaps between tensors take as much memory as a block's temporary
+        # tensors and all gradients. Activations that are kept for backward leave no gaps. They are freed in reverse.
+        tape = self.simulations.record(replace(layout, kept=0, segment_blocks=1)).tape
+        return sum(size for name, size in named_at_peak(tape).items() if name not in _HELD)
 
     def fits(self, plan: Plan) -> bool:
         return within(plan.ram_bytes, self.question.settings.ram_limit_bytes)
@@ -96,13 +108,28 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
         raise PlanError(refusal(question, None, None, least) + in_a_sentence(found), said)
     if not case.fits_here(plan):  # the Fate of summed gradients changes no bit, so free RAM may choose it
         plan = next((case.plan(layout) for layout in case.without_gradients(plan.layout)), plan)
-    streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
+    return _faster(case, plan)
+
+
+def _faster(case: _Case, plan: Plan) -> Plan:
+    """Returns `plan`, or one that takes more of the RAM that is free here and computes the same bits faster. For each
+    of two ways to be faster, RAM grows by at most a quarter of what is free."""
+    question, layout = case.question, plan.layout
     free_bytes = question.ram_free_bytes
-    if settings.recompute == "auto" and free_bytes is not None and not streamed:
-        kept = case.plan(replace(plan.layout, kept=2 * simulations.blocks, segment_blocks=1))
-        # All activations are kept if that takes at most a quarter of the free RAM.
-        if case.fits_here(kept) and kept.ram_bytes - plan.ram_bytes <= free_bytes // 4:
-            return kept
+    if free_bytes is None:
+        return plan
+
+    def better(plan: Plan, other: Plan) -> Plan:
+        return other if case.fits_here(other) and other.ram_bytes - plan.ram_bytes <= free_bytes // 4 else plan
+
+    streamed = layout.weights_on_gpu is not None or layout.boundaries_in_ram or layout.states_on_disk
+    if question.settings.recompute == "auto" and not streamed:  # all activations are kept
+        plan = better(plan, case.plan(replace(layout, kept=2 * case.simulations.blocks, segment_blocks=1)))
+    if chooses_freed_memory():
+        keeping = case.plan(plan.layout, keeps_freed_memory=True)
+        # Its size is a rule of thumb, so a cap must have room for it twice.
+        if within(keeping.ram_bytes + keeping.ram["train"]["freed_and_kept"], question.settings.ram_limit_bytes):
+            plan = better(plan, keeping)
     return plan
 
 

@@ -50,6 +50,7 @@ class Plan:
     not_compared: str | None = None  # why the model could not be compared with its parts; None: it was
     faster_with_ram: tuple[int, float] | None = None  # with more RAM: (bytes of RAM, seconds of a step)
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
+    keeps_freed_memory: bool = False  # whether RAM of freed tensors stays for new ones (device.keep_freed_memory)
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0  # of the states in --states-folder
     typical_tokens: int | None = None  # of the timed step, if its rows are as long as the data's; None: rows are full

@@ -3,8 +3,9 @@
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from lowmem import device as devices
 from lowmem.core.step import StepAbandoned, StepResult
 from lowmem.distributed.launch import launched_rank
 from lowmem.errors import LowmemError, some_of
@@ -49,6 +50,7 @@ def train(session: Session, stop: StopRequest) -> None:
     done, seconds = session.model.done, session.model.plan.step_seconds
     ended = done == steps or evaluation.out_of_patience(session)
     session.budget.enter("train")
+    devices.keep_freed_memory(session.model.plan.keeps_freed_memory)
     stop.agree(session.ranks)
     if stop.requested:
         saver.save(done, ended)
@@ -89,11 +91,14 @@ def train(session: Session, stop: StopRequest) -> None:
             evaluation.take_samples(session, done)
         with saver.saved_if_memory_runs_out(done):
             session.budget.check(f"step {done}")
+        _keep_to_the_plan(session)
         _count_skipped(session, done, result)
         stop.agree(session.ranks)
         if saving or ended or stop.requested or session.skipped == SKIPPED_IN_A_ROW:
             with ending.part("the last save") if ended else nullcontext():
                 saver.save(done, ended, must=False)
+    devices.keep_freed_memory(False)
+    devices.release_freed_memory()
     _end(session, stop, done)
     ending.finish(done)
 
@@ -126,6 +131,16 @@ def _announce(session: Session, stop: StopRequest, number: int, seconds: float |
     about = "" if seconds is None else f", about {seconds:.2g} s"
     drops = "drops this step, unless its updates have begun, and saves" if session.ranks.count == 1 else _NOTHING
     stop.now(f"step {number}{about}, then saving", drops)
+
+
+def _keep_to_the_plan(session: Session) -> None:
+    """Stops keeping freed RAM for new tensors if the run has taken more RAM than planned. What is kept depends on
+    malloc, so the plan has a rule of thumb for it."""
+    plan = session.model.plan
+    if plan.keeps_freed_memory and session.budget.peaks()["ram_peak_bytes"] > plan.ram_bytes:
+        session.model = replace(session.model, plan=replace(plan, keeps_freed_memory=False))
+        devices.keep_freed_memory(False)
+        devices.release_freed_memory()
 
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:

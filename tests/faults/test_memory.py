@@ -15,6 +15,7 @@ import lowmem.core.operations
 import lowmem.core.optimizers
 import lowmem.limits
 import lowmem.models.export
+import lowmem.planning.cpu_plan
 import lowmem.run.main
 import lowmem.run.prepare
 import lowmem.run.recovery
@@ -62,6 +63,21 @@ def memory_runs_out(calls: range) -> Iterator[None]:
 
 def measures(out) -> list[str]:
     return [measure["measure"] for measure in stored(out / "report.json")["out_of_memory"]]
+
+
+def test_a_run_that_takes_more_ram_than_planned_stops_keeping_freed_memory(finished, train, tmp_path, monkeypatch):
+    """The plan adds a rule of thumb for what malloc keeps. If it is too small, the run goes on without."""
+    chosen = []
+    monkeypatch.setattr(lowmem.run.train.devices, "keep_freed_memory", chosen.append)
+    monkeypatch.setattr(lowmem.planning.cpu_plan, "chooses_freed_memory", lambda: True)
+    assert train(tmp_path / "planned") == 0
+    assert chosen.count(True) == 1 and chosen[-1] is False and chosen.index(True) == len(chosen) - 2, "at the end"
+    del chosen[:]
+    peaks = Budget.peaks
+    monkeypatch.setattr(Budget, "peaks", lambda budget: peaks(budget) | {"ram_peak_bytes": 2**40})
+    assert train(tmp_path / "exceeded") == 0
+    assert chosen.count(True) == 1 and chosen[chosen.index(True) :] == [True, False, False], "after the first step"
+    assert_same_run(finished, tmp_path / "exceeded")
 
 
 def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
