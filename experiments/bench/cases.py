@@ -24,7 +24,7 @@ VOCABULARY = 50257
 REPEATS = 3
 EXAMPLES, LONGEST_EXAMPLE = 12, 256  # in bytes, which are the tokens
 TEXT_BYTES = 200_000_000
-RUN = "--model gpt2 --init random --device cpu --seq 1024 --batch 4 --steps 2 --eval-fraction 0"
+RUN = "--model gpt2 --init random --device cpu --seq 1024 --batch 4 --steps 2 --eval-batches 1"
 SMALL = "--demo --device cpu --seq 32 --batch 4 --micro-batch 2 --steps 3 --eval-batches 1"
 PROCESSES = {  # script, options, a model other than the script's
     "plan large": ("train_gpt2_large.py", "--plan-only --gpu rtx3060", None),

@@ -117,6 +117,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         write_weights(model, weights)
     model = page_locked(model, said.append)
     model.step.most = settings.batch, settings.seq, settings.target_tokens
+    devices.keep_freed_memory(plan.keeps_freed_memory)
     for remark in (*said, *remarks(config)):
         _warn(remark)
     return model

@@ -226,6 +226,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
     devices.release_freed_memory()  # garbage and the earlier peak of a notebook's process are not this run's
     reset_ram_peak()
     with ExitStack() as until_the_end:
+        until_the_end.callback(devices.keep_freed_memory, False)
         with process_aside() as aside:  # forks, so it comes before CUDA starts
             ranks = until_the_end.enter_context(joined(settings.device))
             question = ask(settings)

@@ -46,11 +46,11 @@ def train(session: Session, stop: StopRequest) -> None:
     saver, ending = Saver(session, stop), Ending(session)
     if session.ranks.on_first(ending.was_finished):
         return
+    devices.keep_freed_memory(session.model.plan.keeps_freed_memory)
     _begin(session, ending)
     done, seconds = session.model.done, session.model.plan.step_seconds
     ended = done == steps or evaluation.out_of_patience(session)
     session.budget.enter("train")
-    devices.keep_freed_memory(session.model.plan.keeps_freed_memory)
     stop.agree(session.ranks)
     if stop.requested:
         saver.save(done, ended)
@@ -97,8 +97,6 @@ def train(session: Session, stop: StopRequest) -> None:
         if saving or ended or stop.requested or session.skipped == SKIPPED_IN_A_ROW:
             with ending.part("the last save") if ended else nullcontext():
                 saver.save(done, ended, must=False)
-    devices.keep_freed_memory(False)
-    devices.release_freed_memory()
     _end(session, stop, done)
     ending.finish(done)
 
@@ -157,8 +155,10 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
     """Raises LowmemError if the last step's loss is not finite, unless --keep-best exports an earlier checkpoint. If
-    --patience ended training early, logs why."""
+    --patience ended training early, logs why. Returns freed RAM to the system, which the export may need."""
     log = session.log
+    devices.keep_freed_memory(False)
+    devices.release_freed_memory()
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
