@@ -65,19 +65,21 @@ def measures(out) -> list[str]:
     return [measure["measure"] for measure in stored(out / "report.json")["out_of_memory"]]
 
 
-def test_a_run_that_takes_more_ram_than_planned_stops_keeping_freed_memory(finished, train, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ram_bytes", "asked"), [
+    (0, [True, False, False]),  # for training; not for the export, nor after the run
+    (2**40, [True, False, False, False]),  # nor after the first step
+])  # fmt: skip
+def test_a_run_that_takes_more_ram_than_planned_stops_keeping_freed_memory(
+    ram_bytes, asked, finished, train, tmp_path, monkeypatch
+):
     """The plan adds a rule of thumb for what malloc keeps. If it is too small, the run goes on without."""
-    chosen = []
+    chosen, peaks = [], Budget.peaks
     monkeypatch.setattr(lowmem.run.train.devices, "keep_freed_memory", chosen.append)
     monkeypatch.setattr(lowmem.planning.cpu_plan, "chooses_freed_memory", lambda: True)
-    assert train(tmp_path / "planned") == 0
-    assert chosen.count(True) == 1 and chosen[chosen.index(True) :] == [True, False, False], "export, end"
-    del chosen[:]
-    peaks = Budget.peaks
-    monkeypatch.setattr(Budget, "peaks", lambda budget: peaks(budget) | {"ram_peak_bytes": 2**40})
-    assert train(tmp_path / "exceeded") == 0
-    assert chosen[chosen.index(True) :] == [True, False, False, False], "after the first step, too"
-    assert_same_run(finished, tmp_path / "exceeded")
+    monkeypatch.setattr(Budget, "peaks", lambda budget: peaks(budget) | {"ram_peak_bytes": ram_bytes})
+    assert train(tmp_path) == 0
+    assert chosen[chosen.index(True) :] == asked
+    assert_same_run(finished, tmp_path)
 
 
 def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
