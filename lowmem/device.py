@@ -37,18 +37,15 @@ def chooses_freed_memory() -> bool:
 
 
 def keep_freed_memory(keep: bool) -> None:
-    """Sets options of glibc's allocator. With `keep`, it keeps all freed blocks for new tensors. Otherwise blocks of at
-    least RETURNED_FROM_BYTES go back to the system, which then gives new tensors empty pages, one page fault each."""
+    """Sets options of glibc's allocator. With `keep`, it keeps all freed memory for new tensors. Otherwise new blocks
+    of at least RETURNED_FROM_BYTES will go back to the system when freed. New tensors then have new pages, with a page
+    fault for each."""
     if not chooses_freed_memory():
         return
-    most_mapped = 0 if keep else 65536  # glibc's default; blocks beyond this number are in the heap
-    most_free = 2**31 - 1 if keep else 64 * MIB  # at the heap's end; the first is the largest int
-    for option, value in (
-        (_M_MMAP_THRESHOLD, RETURNED_FROM_BYTES),
-        (_M_MMAP_MAX, most_mapped),
-        (_M_TRIM_THRESHOLD, most_free),
-    ):
-        _mallopt()(option, value)
+    set_option = _mallopt()
+    set_option(_M_MMAP_THRESHOLD, RETURNED_FROM_BYTES)
+    set_option(_M_MMAP_MAX, 0 if keep else 65536)  # blocks apart from the heap; the second is glibc's default
+    set_option(_M_TRIM_THRESHOLD, -1 if keep else 64 * MIB)  # free at the heap's end; -1: any number
 
 
 def _mallopt() -> Callable[[int, int], int] | None:

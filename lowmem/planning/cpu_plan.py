@@ -3,7 +3,6 @@
 The micro-batch changes the bits of the result, so neither free RAM nor measured time may influence it.
 """
 
-from collections import ChainMap
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,9 +36,8 @@ class _Case:
         train = named_at_peak(simulated.tape) | {name: size for name, size in simulated.in_ram.items() if size}
         # malloc does not reuse all memory of small activations, so their peak is added. A rule of thumb:
         # experiments/memory_estimation has figures of four models.
-        train["freed_and_kept"] = most_bytes(simulated.tape, "live_blocks", RETURNED_FROM_BYTES)
-        if keeps_freed_memory:
-            train["freed_and_kept"] = self._between_tensors_bytes(layout)
+        small_bytes = most_bytes(simulated.tape, "live_blocks", RETURNED_FROM_BYTES)
+        train["freed_and_kept"] = self._gaps_bytes(layout) if keeps_freed_memory else small_bytes
         drawn_bytes = simulations.largest_drawn_bytes(question.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
         if keeps_freed_memory:  # later evaluations and checkpoints find all of it
@@ -51,9 +49,9 @@ class _Case:
             keeps_freed_memory=keeps_freed_memory,
         )  # fmt: skip
 
-    def _between_tensors_bytes(self, layout: Layout) -> int:
-        # A rule of thumb, and more than was measured: gaps between tensors take as much memory as a block's temporary
-        # tensors and all gradients. Activations that are kept for backward leave no gaps. They are freed in reverse.
+    def _gaps_bytes(self, layout: Layout) -> int:
+        # A rule of thumb: if all freed memory is kept, gaps between tensors take as much as a block's temporary tensors
+        # and all gradients. Activations that are kept for backward leave no gaps, because the last are freed first.
         tape = self.simulations.record(replace(layout, kept=0, segment_blocks=1)).tape
         return sum(size for name, size in named_at_peak(tape).items() if name not in _HELD)
 
@@ -119,17 +117,19 @@ def _faster(case: _Case, plan: Plan) -> Plan:
     if free_bytes is None:
         return plan
 
-    def better(plan: Plan, other: Plan) -> Plan:
-        return other if case.fits_here(other) and other.ram_bytes - plan.ram_bytes <= free_bytes // 4 else plan
+    def affordable(plan: Plan, before: Plan) -> bool:
+        return case.fits_here(plan) and plan.ram_bytes - before.ram_bytes <= free_bytes // 4
 
     streamed = layout.weights_on_gpu is not None or layout.boundaries_in_ram or layout.states_on_disk
     if question.settings.recompute == "auto" and not streamed:  # all activations are kept
-        plan = better(plan, case.plan(replace(layout, kept=2 * case.simulations.blocks, segment_blocks=1)))
+        kept = case.plan(replace(layout, kept=2 * case.simulations.blocks, segment_blocks=1))
+        plan = kept if affordable(kept, plan) else plan
     if chooses_freed_memory():
         keeping = case.plan(plan.layout, keeps_freed_memory=True)
         # Its size is a rule of thumb, so a cap must have room for it twice.
-        if within(keeping.ram_bytes + keeping.ram["train"]["freed_and_kept"], question.settings.ram_limit_bytes):
-            plan = better(plan, keeping)
+        twice_bytes = keeping.ram_bytes + keeping.ram["train"]["freed_and_kept"]
+        if within(twice_bytes, question.settings.ram_limit_bytes) and affordable(keeping, plan):
+            return keeping
     return plan
 
 
@@ -142,24 +142,31 @@ def _ways_out(question: Question) -> list[WayOut]:
         others["--optimizer adamw8bit"] = {"optimizer": "adamw8bit"}
     if settings.seq >= 128 and settings.target_tokens is None:
         others[f"--seq {shorter}"] = {"seq": shorter}
-    found = [_way_out(question, options, changes) for options, changes in (given | others).items()]
-    # If none of them is enough, several are tried together.
-    together = [*list(given.items())[-1:], *others.items()]
-    for count in range(2, len(together) + 1):
-        if any(found):
-            break
-        options, changes = zip(*together[:count], strict=True)
-        found = [_way_out(question, " ".join(options), dict(ChainMap(*changes)))]
-    return [way for way in found if way is not None]
+    every = [*list(given.items())[-1:], *others.items()]
+    if _way_out(question, *every) is None:
+        return []
+    first = next((way for one in given.items() if (way := _way_out(question, one))), None)
+    found = [way for way in (first, *(_way_out(question, one) for one in others.items())) if way is not None]
+    if found:
+        return found
+    # None of them is enough, so the fewest together are looked for.
+    for count in range(1 if given else 2, len(others) + 1):
+        together = list(others.items())[:count]
+        for one in [*given.items()] or [None]:
+            if way := _way_out(question, *filter(None, (one, *together))):
+                return [way]
+    return []
 
 
-def _way_out(question: Question, options: str, changes: dict) -> WayOut | None:
-    """Returns the WayOut that names `options`, or None if training does not fit into RAM with these `changes` of
-    settings."""
+def _way_out(question: Question, *options: tuple[str, dict]) -> WayOut | None:
+    """Returns the WayOut that names all of `options`, pairs (words, changes of settings). Returns None if training does
+    not fit into RAM with them."""
+    changes = {name: value for _, changed in options for name, value in changed.items()}
     with suppress(PlanError, InputError):
         other = replace(question, settings=replace(question.settings, **changes), ram_free_bytes=None)
         plan = cpu_plan(other, ways_out=False)
-        return WayOut(options, plan.ram_bytes * question.ranks_here, disk_bytes=plan.disk_state_bytes)
+        words = " ".join(words for words, _ in options)
+        return WayOut(words, plan.ram_bytes * question.ranks_here, disk_bytes=plan.disk_state_bytes)
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:

@@ -132,6 +132,7 @@ class Plan:
                 "ram_peak_bytes": self.ram_bytes,
                 "step_seconds": self.step_seconds,
             },
+            "keeps_freed_memory": self.keeps_freed_memory,
             "seconds_waiting_for_copies": self.waiting_seconds,
             "sent_bytes": self.sent_bytes,
             "faster_with_ram": self.faster_with_ram
@@ -196,6 +197,7 @@ class Plan:
             "gradients wait in RAM for their updates": layout.fate is Fate.SENT,
             "blocks are updated during backward": layout.fate is Fate.APPLIED,
             "weights of blocks stay gathered until backward": layout.gathered,
+            "memory of freed tensors is kept for new ones": self.keeps_freed_memory,
         }
         return "; ".join(text for text, holds in said.items() if holds)
 

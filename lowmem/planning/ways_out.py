@@ -20,9 +20,8 @@ from lowmem.settings import Settings
 from lowmem.units import format_option, format_size
 
 _SHORTEST = 32  # tokens of the shortest sequences that are tried
-_LAYOUT_OPTIONS = (  # fields of Settings that the planner chooses, unless the user does
-    *("micro_batch", "group", "segment_blocks", "recompute"),
-    *("states", "weights", "boundaries", "gradients"),
+_LAYOUT_OPTIONS = (  # fields of Settings that the planner chooses, unless the user does; only the last changes bits
+    *("recompute", "states", "weights", "boundaries", "gradients", "segment_blocks", "group", "micro_batch"),
 )
 
 
@@ -45,9 +44,9 @@ class WayOut:
         return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
 
     def __str__(self) -> str:
-        disk = f" (about {format_size(self.disk_bytes)} of a fast disk)" if self.disk_bytes else ""
-        inexact = " (approximate moments)" if "8bit" in self.changes else ""
-        return f"{self.options}{disk}{inexact}"
+        disk = [f"about {format_size(self.disk_bytes)} of a fast disk"] if self.disk_bytes else []
+        remarks = disk + ["approximate moments"] * ("8bit" in self.changes)
+        return f"{self.options} ({', '.join(remarks)})" if remarks else self.options
 
 
 def in_a_sentence(found: list[WayOut]) -> str:
@@ -57,12 +56,15 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 def left_to_the_planner(settings: Settings) -> dict[str, dict]:
     """Returns {options in words: changes of `settings`}. Each leaves a part of the layout (way to compute a step) to
-    the planner: first one option that the user gave, such as `--recompute off`, and last all of them."""
+    the planner: first one option that the user gave, such as `--recompute off`, then several, and last all of them. The
+    micro-batch changes bits, so it comes late."""
     given = [name for name in _LAYOUT_OPTIONS if getattr(settings, name) != getattr(Settings, name)]
-    several = [[name] for name in given] + [given] * (len(given) > 1)
+    exact = [name for name in given if name != "micro_batch"]
+    several = [*([name] for name in exact), exact, given[len(exact) :], given]
     return {
         " ".join(f"{option_name(name)} auto" for name in names): {name: getattr(Settings, name) for name in names}
         for names in several
+        if names
     }
 
 
@@ -97,12 +99,19 @@ class WaysOut:
         return [way for way in (self._left_to_the_planner(), *found) if way is not None]
 
     def _left_to_the_planner(self) -> WayOut | None:
-        for options, changes in left_to_the_planner(self.settings).items():
-            by_home = choices_by_home(replace(self.settings, **changes), self.simulations)
-            layout = least_ram(by_home, self.simulations, self.room.gpu)
-            if layout is not None and within(self.simulations.record(layout).streamed_bytes, self.room.ram):
-                return self._way(options, self.simulations, layout, None)
-        return None
+        ways = left_to_the_planner(self.settings).items()
+        # If nothing fits with all of them, nothing fits with some.
+        if not ways or self._changed(*list(ways)[-1]) is None:
+            return None
+        return next(way for options, changes in ways if (way := self._changed(options, changes)) is not None)
+
+    def _changed(self, options: str, changes: dict) -> WayOut | None:
+        """Returns the WayOut that names `options`, or None if no layout fits with these `changes` of the settings."""
+        by_home = choices_by_home(replace(self.settings, **changes), self.simulations)
+        layout = least_ram(by_home, self.simulations, self.room.gpu)
+        if layout is None or not within(self.simulations.record(layout).streamed_bytes, self.room.ram):
+            return None
+        return self._way(options, self.simulations, layout, None)
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
         """Returns the WayOut that names the options `changes`, or None if `layout` does not fit into GPU memory with

@@ -91,7 +91,7 @@ def train(session: Session, stop: StopRequest) -> None:
             evaluation.take_samples(session, done)
         with saver.saved_if_memory_runs_out(done):
             session.budget.check(f"step {done}")
-        _keep_to_the_plan(session)
+        _return_ram_above_the_plan(session)
         _count_skipped(session, done, result)
         stop.agree(session.ranks)
         if saving or ended or stop.requested or session.skipped == SKIPPED_IN_A_ROW:
@@ -131,14 +131,17 @@ def _announce(session: Session, stop: StopRequest, number: int, seconds: float |
     stop.now(f"step {number}{about}, then saving", drops)
 
 
-def _keep_to_the_plan(session: Session) -> None:
-    """Stops keeping freed RAM for new tensors if the run has taken more RAM than planned. What is kept depends on
-    malloc, so the plan has a rule of thumb for it."""
+def _return_ram_above_the_plan(session: Session) -> None:
+    """Returns freed RAM to the system after each step, once the run has taken more RAM than planned. On the CPU a plan
+    has a rule of thumb for the freed memory that is kept."""
     plan = session.model.plan
-    if plan.keeps_freed_memory and session.budget.peaks()["ram_peak_bytes"] > plan.ram_bytes:
+    if plan.device != "cpu" or session.budget.peaks()["ram_peak_bytes"] <= plan.ram_bytes:
+        return
+    if plan.keeps_freed_memory:
         session.model = replace(session.model, plan=replace(plan, keeps_freed_memory=False))
         devices.keep_freed_memory(False)
-        devices.release_freed_memory()
+        session.log.say("this takes more RAM than planned, so freed memory goes back to the system after each step")
+    devices.release_freed_memory()
 
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:
