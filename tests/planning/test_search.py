@@ -121,7 +121,8 @@ def test_with_states_on_a_disk_too_the_choice_is_nearly_the_best(rate):
         in_ram[layout] = recordings[replace(layout, states_on_disk=0)].streamed_bytes - on_disk
     peaks = sorted(recording.tape.peak_bytes(512) for recording in recordings.values())
     each_kept = [replace(choices, kept=kept) for choices in (sent, dropped) for kept in (range(2), only(8))]
-    disks, chosen = [[replace(choices, disk=disk) for choices in each_kept] for disk in (0, 1)], set()
+    counts, chosen = (None, range(simulations.units + 1)), set()
+    disks = [[replace(choices, units_on_disk=units) for choices in each_kept] for units in counts]
     for gpu, ram in product((0.3, 0.6, 1), (0, 0.05, 0.1, 0.2, 0.4, 0.8)):
         room = Room(
             *(sorted(each)[round(share * (len(each) - 1))] for each, share in ((peaks, gpu), (in_ram.values(), ram)))
@@ -172,7 +173,7 @@ def test_bytes_of_the_smallest_layouts_are_computed_and_not_simulated(base):
     new, homes = Simulations(partial(decoder, three_blocks), CASE, gpu_target(SLOW_BUS)), range(1, 4)
     choices = replace(CHOICES, base=base, whole_batch=base.whole_batch)
     choices = choices if base.weights_on_gpu is None else replace(choices, units_on_gpu=homes, kept=range(4))
-    choices = [choices, replace(choices, disk=1)]
+    choices = [choices, replace(choices, units_on_disk=range(new.units + 1))]
     small = candidates([choices], new, Room(None, None))
     simulated, slots = len(new._steps), new.slots_bytes
     assert simulated < len(small)
