@@ -160,8 +160,9 @@ def _end(session: Session, stop: StopRequest, done: int) -> None:
     """Raises LowmemError if the last step's loss is not finite, unless --keep-best exports an earlier checkpoint. If
     --patience ended training early, logs why. Returns freed RAM to the system, which the export may need."""
     log = session.log
-    devices.keep_freed_memory(False)
-    devices.release_freed_memory()
+    if session.model.plan.keeps_freed_memory:
+        devices.keep_freed_memory(False)
+        devices.release_freed_memory()
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
