@@ -20,9 +20,8 @@ from lowmem.settings import Settings
 from lowmem.units import format_option, format_size
 
 _SHORTEST = 32  # tokens of the shortest sequences that are tried
-_LAYOUT_OPTIONS = (  # fields of Settings that the planner chooses, unless the user does; only the last changes bits
-    *("recompute", "states", "weights", "boundaries", "gradients", "segment_blocks", "group", "micro_batch"),
-)
+# fields of Settings that the planner chooses, unless the user does; only the last one changes bits
+_LAYOUT_OPTIONS = "recompute states weights boundaries gradients segment_blocks group micro_batch".split()
 
 
 @dataclass(frozen=True)
