@@ -40,8 +40,9 @@ class _Case:
         train["freed_and_kept"] = self._gaps_bytes(layout) if keeps_freed_memory else small_bytes
         drawn_bytes = simulations.largest_drawn_bytes(question.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
-        if keeps_freed_memory:  # later evaluations and checkpoints find all of it
+        if keeps_freed_memory:  # later evaluations and checkpoints find all of it; it is returned before the export
             ram |= dict.fromkeys(("evaluate", "save"), ram["train"])
+            ram["export"] |= {"freed_and_kept": small_bytes}
         return Plan(
             question.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision,
             layout, ram, gpu_limit_bytes=question.settings.gpu_limit_bytes, checkpoint_bytes=simulated.checkpoint_bytes,
