@@ -59,6 +59,11 @@ def release_freed_memory() -> None:
     # Cycles keep objects that only loading needed, and glibc keeps small freed tensors: with GPT-Neo, RAM varied by 0.3
     # GiB.
     collect_garbage()
+    return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Returns the heap's free memory to the system."""
     with suppress(OSError, AttributeError):  # a C library without malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -76,6 +76,7 @@ class Session:
     course: Course  # of the learning rate
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
+    over_plan: bool = False  # whether the run has kept freed memory, and taken more RAM than planned
     resumed: Path | None = None  # the checkpoint from which the run goes on
     origin: str | None = None  # the DIR of --resume DIR, now or in an earlier start; None without it
     saved: set[int] = field(default_factory=set)  # steps whose checkpoints this run has written, also if removed

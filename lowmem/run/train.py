@@ -3,7 +3,7 @@
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from lowmem import device as devices
 from lowmem.core.step import StepAbandoned, StepResult
@@ -132,16 +132,16 @@ def _announce(session: Session, stop: StopRequest, number: int, seconds: float |
 
 
 def _return_ram_above_the_plan(session: Session) -> None:
-    """Returns freed RAM to the system after each step, once the run has taken more RAM than planned. On the CPU a plan
-    has a rule of thumb for the freed memory that is kept."""
+    """Returns freed RAM to the system after each step, once a run that keeps it has taken more RAM than planned. The
+    plan has only a rule of thumb for what is kept."""
     plan = session.model.plan
-    if plan.device != "cpu" or session.budget.peaks()["ram_peak_bytes"] <= plan.ram_bytes:
+    if not plan.keeps_freed_memory or session.budget.peaks()["ram_peak_bytes"] <= plan.ram_bytes:
         return
-    if plan.keeps_freed_memory:
-        session.model = replace(session.model, plan=replace(plan, keeps_freed_memory=False))
+    if not session.over_plan:
+        session.over_plan = True
         devices.keep_freed_memory(False)
         session.log.say("this takes more RAM than planned, so freed memory goes back to the system after each step")
-    devices.release_freed_memory()
+    devices.return_freed_memory()
 
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:
